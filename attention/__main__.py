@@ -1,0 +1,367 @@
+"""`python -m attention`: what runs where the backend lives. Measuring verbs take a job or flags.
+
+    python -m attention probe --model data/models/smollm2-135m-instruct --policy data/policies/cpu-flash.yaml
+    python -m attention resolve data/policies/document.yaml --model data/models/smollm2-135m-instruct
+    python -m attention matrix
+    python -m attention serve --help
+
+Exit: 0 done; 1 a probe failed; 2 bad input or set-up; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from attention.errors import UserError
+from attention.job import (
+    BenchJob,
+    BusinessReplayJob,
+    CompareJob,
+    Evidence,
+    FingerprintJob,
+    ModelReplayJob,
+    ProbeJob,
+    Setup,
+    TensorReplayJob,
+    read_job,
+    write_result,
+)
+
+DEFAULT_MODEL = Path("data/models/smollm2-135m-instruct")
+DEFAULT_POLICY = Path("data/policies/cpu-flash.yaml")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    from attention.serve import main as serve
+
+    parser = argparse.ArgumentParser(
+        prog="python -m attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+
+    def verb(name: str, help_text: str, run: Any, *, job: bool = False, setup: bool = False) -> Any:
+        sub = verbs.add_parser(name, help=help_text, description=help_text)
+        sub.set_defaults(run=run)
+        if job:
+            sub.add_argument(
+                "--job", type=Path, help="job file (JSON, attention/job.py); replaces the other flags"
+            )
+            sub.add_argument("--out", type=Path, help="folder for result.json and recordings")
+        if setup:
+            sub.add_argument(
+                "--model", type=Path, default=DEFAULT_MODEL, help="folder of a transformers causal LM"
+            )
+            sub.add_argument("--policy", type=Path, default=DEFAULT_POLICY, help="attention policy (YAML)")
+            sub.add_argument("--device", default="cpu", help="cpu or cuda")
+            sub.add_argument("--json", action="store_true", help="one JSON document on stdout")
+        return sub
+
+    fingerprint = verb(
+        "fingerprint", "what decides which kernel runs, as an id", _fingerprint, job=True, setup=True
+    )
+    fingerprint.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="two fingerprint files")
+    matrix = verb("matrix", "the declared compatibility matrix", _matrix)
+    matrix.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    resolve = verbs.add_parser("resolve", help="the ordered chain of a policy, and why others are left out")
+    resolve.add_argument("policy", type=Path)
+    resolve.add_argument("--model", type=Path, default=DEFAULT_MODEL)
+    resolve.add_argument("--device", default="cpu")
+    resolve.add_argument("--json", action="store_true")
+    resolve.set_defaults(run=_resolve)
+    verb("probe", "run the startup capability probes", _probe, job=True, setup=True)
+    verb("replay", "record one layer of the numerical replay", _replay, job=True)
+    verb("compare", "compare two recordings of the model layer", _compare, job=True)
+    verb("bench", "a resident worker that times what stdin asks for", _bench, job=True)
+    serve.add_arguments(verb("serve", "serve a model behind the OpenAI API", serve.run))
+    return parser
+
+
+def _job(args: argparse.Namespace, kind: type[Any]) -> Any:
+    if args.job is None or (args.out is None and kind is not BenchJob):
+        raise UserError(f"{args.verb} needs --job FILE and --out DIR")
+    return read_job(args.job, kind)
+
+
+def _setup(args: argparse.Namespace) -> Setup:
+    return Setup(model=args.model, policy=args.policy, device=args.device)
+
+
+def _rows(
+    evidence: Evidence, table: str, rows: list[dict[str, Any]], fingerprint_id: str, model: str
+) -> None:
+    from attention.fingerprint import node
+    from attention.schemas import write_rows
+
+    common = {
+        "fingerprint_id": fingerprint_id,
+        "node": node(),
+        "gpu": evidence.gpu,
+        "model": model,
+        "side": evidence.side,
+        "time": datetime.now(UTC),
+    }
+    write_rows(evidence.lake, table, ({**common, **row} for row in rows), release_id=evidence.release_id)
+
+
+def _progress(what: str) -> Any:
+    """A line every tenth of the work on stderr, which callers show or log."""
+    shown = 0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal shown
+        if done * 10 // total > shown or done == total:
+            shown = done * 10 // total
+            print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _fingerprint(args: argparse.Namespace) -> int:
+    from attention.fingerprint import Fingerprint, difference
+    from attention.startup import identify
+
+    if args.diff:
+        old, new = (_read_fingerprint(path) for path in args.diff)
+        lines = difference(old.identity, new.identity)
+        print(json.dumps(lines, indent=1) if args.json else "\n".join(lines) or "no difference")
+        return 0
+    job = _job(args, FingerprintJob) if args.job else FingerprintJob(setup=_setup(args))
+    found: Fingerprint = identify(job.setup)
+    if job.evidence:
+        row = {
+            "identity_json": found.identity.model_dump_json(),
+            "attestation_json": json.dumps(found.attestation),
+        }
+        _rows(job.evidence, "fingerprints", [row], found.id, found.identity.model_id)
+    if args.out:
+        write_result(args.out, found)
+    elif args.json:
+        print(found.model_dump_json(indent=1))
+    else:
+        print(found.id)
+        for name, value in found.identity.model_dump(mode="json", exclude={"distributions"}).items():
+            print(f"  {name}: {value if isinstance(value, str) else json.dumps(value)}")
+    return 0
+
+
+def _read_fingerprint(path: Path) -> Any:
+    from pydantic import ValidationError
+
+    from attention.fingerprint import Fingerprint
+
+    try:
+        return Fingerprint.model_validate_json(path.read_text())
+    except OSError as error:
+        raise UserError(f"fingerprint {path}: cannot be read ({error.strerror})") from error
+    except ValidationError as error:
+        raise UserError(
+            f"fingerprint {path}: not one written by `fingerprint --json` ({error.error_count()} problems)"
+        ) from error
+
+
+def _matrix(args: argparse.Namespace) -> int:
+    from attention.backends import NAMES
+    from attention.matrix import declared
+
+    sheets = declared()
+    if args.json:
+        cells = {b: {p: d.model_dump(mode="json") for p, d in sheets.get(b, {}).items()} for b in NAMES}
+        print(json.dumps(cells, indent=1))
+        return 0
+    for backend in NAMES:
+        platforms = sheets.get(backend, {})
+        print(f"{backend:24} {', '.join(sorted(platforms)) or 'unknown (no declared rules)'}")
+        for platform, sheet in sorted(platforms.items()):
+            for rule in sheet.rules:
+                print(
+                    f"    {platform:5} {rule.dimension:20} {rule.allowed_text():32} {rule.code}  [{rule.source}]"
+                )
+    return 0
+
+
+def _resolve(args: argparse.Namespace) -> int:
+    from attention.matrix import declared_reasons
+    from attention.model import resolve_dtype, specs_of
+    from attention.policy import load_policy, resolve
+    from attention.probe import probes_of
+
+    policy = load_policy(args.policy)
+    dtype = resolve_dtype("auto", args.device)
+    spec = specs_of(args.model, dtype)[0]
+    cases = {p.case.phase: p.case for p in probes_of(spec, dtype, 16) if p.required}
+    found = [
+        resolve(policy, case, lambda name, c: declared_reasons(name, c, device=args.device))
+        for case in cases.values()
+    ]
+    if args.json:
+        print(json.dumps([r.model_dump(mode="json") for r in found], indent=1))
+    for resolution in [] if args.json else found:
+        print(
+            f"{resolution.phase}: requested {resolution.requested}, chain {' > '.join(resolution.chain) or 'none'}"
+        )
+        for line in resolution.explain().splitlines():
+            print(f"    left out  {line}")
+    return 0 if all(r.chain for r in found) else 1
+
+
+class ProbeSummary(BaseModel):
+    fingerprint_id: str
+    requested: dict[str, str]
+    resolved: dict[str, str]
+    fallbacks: list[dict[str, Any]]
+    results: list[dict[str, Any]]
+
+
+def _probe(args: argparse.Namespace) -> int:
+    from attention import startup
+
+    job: ProbeJob = _job(args, ProbeJob) if args.job else ProbeJob(setup=_setup(args))
+    results = startup.probe(job.setup, job.timeout_s)
+    dispatcher = startup.decide(job.setup, results)
+    found = startup.identify(job.setup, dispatcher)
+    summary = ProbeSummary(
+        fingerprint_id=found.id,
+        requested=dict(dispatcher.requested),
+        resolved=dict(dispatcher.resolved),
+        fallbacks=[
+            {
+                "phase": f.phase,
+                "from": f.from_backend,
+                "to": f.to_backend,
+                "reasons": [str(r) for r in f.reasons],
+            }
+            for f in dispatcher.fallbacks
+        ],
+        results=[r.model_dump(mode="json") for r in results],
+    )
+    if job.evidence:
+        _rows(job.evidence, "probes", [r.row() for r in results], found.id, found.identity.model_id)
+    if args.out:
+        write_result(args.out, summary)
+    elif args.json:
+        print(summary.model_dump_json(indent=1))
+    else:
+        for result in results:
+            reasons = "; ".join(str(reason) for reason in result.reasons)
+            print(f"{result.backend:22} {result.probe:18} {result.level:10} {result.status:7} {reasons}")
+        print(f"resolved: {', '.join(f'{phase}={name}' for phase, name in dispatcher.resolved.items())}")
+    resolved = set(dispatcher.resolved.values())
+    failed = any(r.status != "pass" for r in results if r.backend in resolved and r.required)
+    return 1 if failed else 0
+
+
+def _replay(args: argparse.Namespace) -> int:
+    kinds: dict[str, type[Any]] = {
+        "tensor": TensorReplayJob,
+        "model": ModelReplayJob,
+        "business": BusinessReplayJob,
+    }
+    if args.job is None or args.out is None:
+        raise UserError("replay needs --job FILE and --out DIR")
+    layer: Literal["tensor", "model", "business"] = read_job(args.job, _Layer).layer
+    job = read_job(args.job, kinds[layer])
+    return {"tensor": _replay_tensor, "model": _replay_model, "business": _replay_business}[layer](
+        job, args.out
+    )
+
+
+class _Layer(BaseModel):
+    layer: Literal["tensor", "model", "business"]
+
+
+def _replay_tensor(job: TensorReplayJob, out: Path) -> int:
+    from attention import startup
+    from attention.model import specs_of
+    from attention.replay import tensor
+
+    dispatcher = startup.decide(job.setup, [])
+    found = startup.identify(job.setup, dispatcher)
+    rows = list(
+        tensor.rows(
+            job,
+            specs_of(job.setup.model, found.identity.dtype),
+            (found.identity.dtype, "bfloat16"),
+            dispatcher.resolved,
+            startup.scale_factor(job.setup.fault),
+            _progress("tensor replay"),
+        )
+    )
+    _rows(job.evidence, "tensor_replay", rows, found.id, found.identity.model_id)
+    write_result(
+        out, {"fingerprint_id": found.id, "cases": len(rows), "errors": sum("error" in r for r in rows)}
+    )
+    return 0
+
+
+def _replay_model(job: ModelReplayJob, out: Path) -> int:
+    from attention import startup
+    from attention.replay import model
+
+    dispatcher = startup.decide(job.setup, [])
+    runner = startup.load(job.setup, dispatcher)
+    model.record(runner, job, out, _progress("model replay"))
+    found = startup.identify(job.setup, dispatcher)
+    write_result(out, {"fingerprint_id": found.id, "confirmed": dict(dispatcher.confirmed)})
+    return 0
+
+
+def _replay_business(job: BusinessReplayJob, out: Path) -> int:
+    from attention import startup
+    from attention.replay import business
+
+    dispatcher = startup.decide(job.setup, [])
+    runner = startup.load(job.setup, dispatcher)
+    answers = business.answer(runner, job, _progress("business replay"))
+    found = startup.identify(job.setup, dispatcher)
+    write_result(out, {"fingerprint_id": found.id, **answers.model_dump()})
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    import torch
+
+    from attention import startup
+    from attention.replay import compare
+
+    job: CompareJob = _job(args, CompareJob)
+    torch.set_num_threads(job.setup.num_threads)
+    dispatcher = startup.decide(job.setup, [])
+    found = startup.identify(job.setup, dispatcher)
+    rows = [
+        {**row, "backend": dispatcher.resolved[row["mode"]], "confirmed_backend": job.confirmed[row["mode"]]}
+        for row in compare.rows(
+            job.champion, job.candidate, compare.lm_head(job.setup.model), job.prompts_by_id(), job.top_k
+        )
+    ]
+    _rows(job.evidence, "model_replay", rows, found.id, found.identity.model_id)
+    write_result(args.out, {"fingerprint_id": found.id, "positions": len(rows)})
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from attention import bench
+
+    bench.main(_job(args, BenchJob))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,76 @@
+"""The oracle: attention in float64, the truth that every backend's error is measured against.
+
+Also the error that a dtype class itself makes: the same float64 arithmetic, rounded where a kernel
+of that class must round: scores to float32 (every class accumulates there), P before the second
+product, and the output. A sound kernel's error is of that size; dividing by it gives ratios that mean
+the same at every shape and length, which no absolute tolerance does (error scale falls with
+1/sqrt(kv_len)).
+
+Works in query chunks, so that memory stays near `chunk * kv_len * heads` float64 numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attention.backends.base import AttentionSpec, positions_mask
+
+_TINY = torch.finfo(torch.float64).tiny
+_CHUNK_SCORES = 1 << 24  # float64 scores held at once: 128 MB
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Exact output and LSE of one member, and what rounding alone makes of the output.
+
+    out_QHD, rounded_QHD: float64 [q_len, H, D_vo]; lse_QH: float64 natural log.
+    """
+
+    out_QHD: torch.Tensor
+    lse_QH: torch.Tensor
+    rounded_QHD: torch.Tensor
+
+
+def attend(q_QHD: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, spec: AttentionSpec) -> Truth:
+    """Attention of one member in float64; the inputs are taken as they are, exact.
+
+    A row that sees no key gives output 0 and LSE -inf.
+    """
+    q_len, kv_len = q_QHD.shape[0], k_LGD.shape[0]
+    ratio = spec.heads_q // spec.heads_kv
+    k_HLD = k_LGD.double().transpose(0, 1).repeat_interleave(ratio, 0)
+    v_HLD = v_LGD.double().transpose(0, 1).repeat_interleave(ratio, 0)
+    mask_QL = positions_mask(q_len, kv_len, spec, q_QHD.device)
+    step = max(1, _CHUNK_SCORES // max(1, spec.heads_q * kv_len))
+    outs, lses, roundeds = [], [], []
+    for start in range(0, q_len, step):
+        rows = slice(start, min(q_len, start + step))
+        s_HQL = q_QHD[rows].double().transpose(0, 1) @ k_HLD.transpose(1, 2) * spec.scale
+        if spec.softcap is not None:
+            s_HQL = spec.softcap * torch.tanh(s_HQL / spec.softcap)
+        if mask_QL is not None:
+            s_HQL = s_HQL.masked_fill(~mask_QL[rows], float("-inf"))
+        out, lse, rounded = _softmax_times(s_HQL, v_HLD, spec.dtype)
+        outs.append(out.transpose(0, 1))
+        lses.append(lse.transpose(0, 1))
+        roundeds.append(rounded.transpose(0, 1))
+    return Truth(torch.cat(outs), torch.cat(lses), torch.cat(roundeds))
+
+
+def _softmax_times(
+    s_HQL: torch.Tensor, v_HLD: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    top = s_HQL.amax(-1, keepdim=True)
+    top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
+    p_HQL = torch.exp(s_HQL - top)
+    total = p_HQL.sum(-1, keepdim=True)
+    safe = total.clamp_min(_TINY)
+    out = (p_HQL @ v_HLD) / safe
+    # Scores live in float32; P (unnormalised, 0..1) is rounded for the second product, its sum is not.
+    q_HQL = torch.exp(s_HQL.float().double() - top)
+    rounded = (q_HQL.to(dtype).double() @ v_HLD) / q_HQL.sum(-1, keepdim=True).clamp_min(_TINY)
+    rounded = rounded.to(dtype).double()
+    lse = torch.where(total > 0, total.log() + top, torch.full_like(total, float("-inf")))
+    return out, lse[..., 0], rounded

@@ -1,0 +1,147 @@
+"""What a measuring command is told: a JSON file, checked before any work (`--job job.json --out DIR`).
+
+Every verb shares `Setup`, so that all of them, and the serving process, have one fingerprint.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from attention.errors import UserError
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Setup(_Strict):
+    """One side of a release: the model, the policy and how the process runs."""
+
+    model: Path
+    policy: Path
+    device: str = "cpu"
+    dtype: str = "auto"
+    page_size: int = 16
+    num_pages: int = 1024
+    # One thread a process: sides run side by side on the same cores, and OpenMP teams that
+    # share cores wait for each other (measured on two cores: 10 times slower, not faster).
+    num_threads: int = 1
+    fault: str | None = None
+
+
+class Evidence(_Strict):
+    """Where rows go and whose they are."""
+
+    lake: Path
+    release_id: str
+    side: Literal["champion", "control", "candidate"]
+    gpu: str = "cpu"
+
+
+class FingerprintJob(_Strict):
+    verb: Literal["fingerprint"] = "fingerprint"
+    setup: Setup
+    evidence: Evidence | None = None
+
+
+class ProbeJob(_Strict):
+    verb: Literal["probe"] = "probe"
+    setup: Setup
+    evidence: Evidence | None = None
+    timeout_s: float = 120.0
+
+
+class TensorReplayJob(_Strict):
+    """Tensor layer: every case x seed on the backends that the policy resolves to."""
+
+    verb: Literal["replay"] = "replay"
+    layer: Literal["tensor"] = "tensor"
+    setup: Setup
+    evidence: Evidence
+    seeds: tuple[int, ...]
+    max_kv_len: int
+
+
+class Prompt(_Strict):
+    prompt_id: str
+    category: str
+    language: str
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+    max_tokens: int = 16
+
+
+class ModelReplayJob(_Strict):
+    """Model layer: final hidden states, teacher-forced, as prefill scoring and as forced decode."""
+
+    verb: Literal["replay"] = "replay"
+    layer: Literal["model"] = "model"
+    setup: Setup
+    evidence: Evidence
+    prompts: tuple[Prompt, ...]
+    max_tokens: int  # tokens kept of each prompt
+    decode_tokens: int  # the last of these go through the cache one by one
+
+
+class BusinessReplayJob(_Strict):
+    """Business layer: greedy answers to the golden set, batched as in serving."""
+
+    verb: Literal["replay"] = "replay"
+    layer: Literal["business"] = "business"
+    setup: Setup
+    evidence: Evidence
+    prompts: tuple[Prompt, ...]
+    batch: int = 8
+
+
+class CompareJob(_Strict):
+    """Compare two model recordings through one lm_head."""
+
+    verb: Literal["compare"] = "compare"
+    setup: Setup
+    evidence: Evidence
+    champion: Path
+    candidate: Path
+    prompts: tuple[Prompt, ...]
+    confirmed: dict[str, str]  # of the candidate's recording, by phase
+    top_k: int = 10
+
+    def prompts_by_id(self) -> dict[str, Prompt]:
+        return {prompt.prompt_id: prompt for prompt in self.prompts}
+
+
+class BenchJob(_Strict):
+    """A resident worker that times what its stdin asks for."""
+
+    verb: Literal["bench"] = "bench"
+    setup: Setup
+    with_model: bool = False
+
+
+JobT = TypeVar("JobT", bound=BaseModel)
+
+
+def read_job(path: Path, kind: type[JobT]) -> JobT:
+    """A job file as its model. UserError names the file, the key and the problem."""
+    try:
+        return kind.model_validate(json.loads(path.read_text()))
+    except OSError as error:
+        raise UserError(f"job {path}: cannot be read ({error.strerror})") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"job {path}: not JSON ({error})") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"job {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def write_result(out: Path, result: BaseModel | dict[str, Any]) -> None:
+    """`result.json`, whole or not at all; its presence means that the job is done."""
+    out.mkdir(parents=True, exist_ok=True)
+    text = result.model_dump_json(indent=1) if isinstance(result, BaseModel) else json.dumps(result, indent=1)
+    temporary = out / ".result.json.tmp"
+    temporary.write_text(text + "\n")
+    temporary.rename(out / "result.json")

@@ -1,0 +1,240 @@
+"""The model runner: a transformers causal LM whose attention is ours, over a paged KV cache.
+
+    runner = Runner(Path("data/models/smollm2-135m-instruct"), policy=policy)
+    pages = runner.pool.alloc(1)
+    hidden = runner.forward([Chunk(token_ids=(1, 2, 3), start=0, block_table=tuple(pages))])
+    logits = runner.logits(hidden)
+
+A forward takes any mix of prefills, extends and decodes as one packed row of tokens. The attention
+function is registered with transformers' attention interface as `governed`, so that any causal LM
+that goes through the interface works; it writes K and V into the pages, then asks the dispatcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+
+from attention.backends.base import AttentionSpec, Batch
+from attention.cases import window_of_hf
+from attention.dispatch import Dispatcher
+from attention.errors import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class OutOfPages(RuntimeError):
+    """The page pool cannot give as many pages as were asked for."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of one sequence to run now; `start` of its tokens are in the cache already."""
+
+    token_ids: tuple[int, ...]
+    start: int
+    block_table: tuple[int, ...]
+
+
+class PagePool:
+    """Free list of KV pages. The last page freed is the first given, so that few are ever touched."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def alloc(self, count: int) -> list[int]:
+        """`count` pages, or OutOfPages and none."""
+        if count > len(self._free):
+            raise OutOfPages(f"{count} KV pages wanted, {len(self._free)} of {self.num_pages} free")
+        return [self._free.pop() for _ in range(count)]
+
+    def free(self, pages: Sequence[int]) -> None:
+        self._free.extend(reversed(pages))
+
+
+def resolve_dtype(dtype: str, device: str) -> str:
+    """`auto` is float32 on the CPU, where few processors multiply bfloat16 natively, else bfloat16."""
+    if dtype == "auto":
+        return "float32" if device == "cpu" else "bfloat16"
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r}: known are auto, {', '.join(DTYPES)}")
+    return dtype
+
+
+def read_config(model_path: Path) -> dict[str, Any]:
+    """config.json of a model folder. UserError when it is no transformers causal LM folder."""
+    path = model_path / "config.json"
+    if not path.is_file():
+        raise UserError(
+            f"model {model_path}: no config.json there; name a folder with a transformers causal LM"
+        )
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: not JSON ({error}): fetch the model again") from error
+    return config
+
+
+def specs_of(model_path: Path, dtype: str) -> list[AttentionSpec]:
+    """One AttentionSpec a layer, read from config.json without loading weights."""
+    config = read_config(model_path)
+    try:
+        heads, layers, hidden = (
+            int(config[k]) for k in ("num_attention_heads", "num_hidden_layers", "hidden_size")
+        )
+    except KeyError as error:
+        raise UserError(
+            f"model {model_path}: config.json has no {error}: only decoder-only causal LMs work"
+        ) from error
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    scalar = config.get("query_pre_attn_scalar")
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    kinds = config.get("layer_types") or (["sliding_attention" if window else "full_attention"] * layers)
+    return [
+        AttentionSpec(
+            heads_q=heads,
+            heads_kv=int(config.get("num_key_value_heads") or heads),
+            head_dim_qk=head_dim,
+            head_dim_vo=head_dim,
+            dtype=DTYPES[dtype],
+            scale=float(scalar or head_dim) ** -0.5,
+            window=window_of_hf(int(window)) if window and kind == "sliding_attention" else (None, None),
+            softcap=config.get("attn_logit_softcapping"),
+        )
+        for kind in kinds
+    ]
+
+
+class Runner:
+    """One loaded model with its pages. Not thread-safe: one engine thread drives it."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        dispatcher: Dispatcher,
+        *,
+        dtype: str = "auto",
+        device: str = "cpu",
+        page_size: int = 16,
+        num_pages: int = 1024,
+    ) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        _register()
+        read_config(model_path)
+        self.name = model_path.name
+        self.device = device
+        self.dtype = DTYPES[resolve_dtype(dtype, device)]
+        self.dispatcher = dispatcher
+        self.page_size = page_size
+        self.pool = PagePool(num_pages)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=self.dtype, attn_implementation="governed"
+        )
+        self._model.to(device).eval()
+        self.eos_token_ids = _eos(self._model, GenerationConfig.from_pretrained(model_path), self.tokenizer)
+        self.max_context = int(self._model.config.max_position_embeddings)
+        self._k = [self._pages(spec.heads_kv, spec.head_dim_qk) for spec in dispatcher.specs]
+        self._v = [self._pages(spec.heads_kv, spec.head_dim_vo) for spec in dispatcher.specs]
+
+    def _pages(self, heads_kv: int, head_dim: int) -> torch.Tensor:
+        shape = (self.pool.num_pages, self.page_size, heads_kv, head_dim)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[Chunk], *, rows: Literal["last", "all"] = "last") -> torch.Tensor:
+        """Run one step. Final hidden states [R, hidden]: of each chunk's last token, or of all tokens."""
+        batch = Batch(
+            tuple(len(c.token_ids) for c in chunks),
+            tuple(c.start + len(c.token_ids) for c in chunks),
+            tuple(c.block_table for c in chunks),
+            self.page_size,
+        )
+        ids = torch.tensor([[t for c in chunks for t in c.token_ids]], device=self.device)
+        places = [range(c.start, c.start + len(c.token_ids)) for c in chunks]
+        positions = torch.tensor([[p for place in places for p in place]], device=self.device)
+        slots = torch.tensor(
+            [
+                c.block_table[p // self.page_size] * self.page_size + p % self.page_size
+                for c, place in zip(chunks, places, strict=True)
+                for p in place
+            ],
+            device=self.device,
+        )
+        self.dispatcher.plan(batch)
+        out = self._model.base_model(
+            input_ids=ids, position_ids=positions, use_cache=False, governed=_Step(self, slots)
+        )
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        if rows == "all":
+            return hidden
+        ends = torch.tensor(batch.q_lens, device=self.device).cumsum(0) - 1
+        return hidden.index_select(0, ends)
+
+    @torch.inference_mode()
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Next-token logits [R, vocab] in float32."""
+        head = self._model.get_output_embeddings()
+        logits: torch.Tensor = head(hidden_RD.to(self.dtype)).float()
+        cap = getattr(self._model.config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def attend(
+        self, layer: int, slots: torch.Tensor, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor
+    ) -> torch.Tensor:
+        """Write K and V of the step's tokens into their slots, then attend: [T, H, D_vo]."""
+        self._k[layer].view(-1, *k_TGD.shape[1:]).index_copy_(0, slots, k_TGD)
+        self._v[layer].view(-1, *v_TGD.shape[1:]).index_copy_(0, slots, v_TGD)
+        return self.dispatcher.run(layer, q_THD, self._k[layer], self._v[layer])
+
+
+@dataclass(frozen=True)
+class _Step:
+    runner: Runner
+    slots: torch.Tensor
+
+
+def _governed(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: q, k, v as [1, heads, T, D]; returns [1, T, H, D]."""
+    step: _Step = kwargs["governed"]
+    q_THD, k_TGD, v_TGD = (t[0].transpose(0, 1) for t in (query, key, value))
+    out_THD = step.runner.attend(module.layer_idx, step.slots, q_THD, k_TGD, v_TGD)
+    return out_THD[None], None
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("governed", _governed)
+
+
+def _eos(model: Any, generation: Any, tokenizer: Any) -> frozenset[int]:
+    found: set[int] = set()
+    for value in (model.config.eos_token_id, generation.eos_token_id, tokenizer.eos_token_id):
+        found.update(value if isinstance(value, list) else [value] if value is not None else [])
+    return frozenset(found)

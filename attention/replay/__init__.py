@@ -1,0 +1,1 @@
+"""Numerical replay: tensor, model and business layer, recorded where the candidate lives."""

@@ -1,0 +1,107 @@
+"""Tensor layer: run a seeded plan of cases on the resolved backends and compare with the oracle.
+
+The shapes are those of the model: its heads and head dim, prefill, decode and extend, single and
+batched, in the serving dtype and in bfloat16 (whose class rounds P, where kernels differ most).
+A case that raises is a row with `error`; the run goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from attention import confirm
+from attention.backends import create
+from attention.backends.base import AttentionSpec
+from attention.cases import AttentionCase, Phase
+from attention.job import TensorReplayJob
+from attention.replay.figures import compare
+from attention.replay.problems import INPUTS, make
+
+#: (phase, batch). Lengths sit on and beside page and tile borders, where kernels go wrong.
+SHAPES: tuple[tuple[Phase, str], ...] = (
+    ("prefill", "q17"),
+    ("prefill", "q64_q33"),
+    ("prefill", "q257"),
+    ("decode", "q1s63"),
+    ("decode", "4q1s129"),
+    ("decode", "q1s16_q1s255_q1s1000"),
+    ("extend", "q16s144"),
+    ("extend", "q48s49_q5s300"),
+)
+
+
+def cases(spec: AttentionSpec, dtype: str, page_size: int, max_kv_len: int) -> Iterator[AttentionCase]:
+    """Cases of one model in one dtype, up to a KV length."""
+    for phase, batch in SHAPES:
+        case = AttentionCase(
+            phase=phase,
+            batch=batch,
+            heads_q=spec.heads_q,
+            heads_kv=spec.heads_kv,
+            head_dim_qk=spec.head_dim_qk,
+            head_dim_vo=spec.head_dim_vo,
+            dtype=dtype,  # type: ignore[arg-type]
+            window=spec.window,
+            softcap=spec.softcap,
+            page_size=page_size,
+        )
+        if max(m.kv_len for m in case.members) <= max_kv_len:
+            yield case
+
+
+def rows(
+    job: TensorReplayJob,
+    specs: list[AttentionSpec],
+    dtypes: tuple[str, ...],
+    resolved: dict[Phase, str],
+    scale_factor: float,
+    progress: Any = lambda done, total: None,
+) -> Iterator[dict[str, Any]]:
+    """Rows of `tensor_replay`, one a (case, inputs, seed)."""
+    plan = [
+        (case, inputs, seed)
+        for spec in dict.fromkeys(specs)
+        for dtype in dict.fromkeys(dtypes)
+        for case in cases(spec, dtype, job.setup.page_size, job.max_kv_len)
+        for inputs in INPUTS
+        for seed in job.seeds
+    ]
+    for done, (case, inputs, seed) in enumerate(plan, start=1):
+        yield {
+            **_row(case, inputs, seed, resolved[case.phase], job.setup.device, scale_factor),
+            "time": datetime.now(UTC),
+        }
+        progress(done, len(plan))
+
+
+def _row(
+    case: AttentionCase, inputs: Any, seed: int, backend: str, device: str, scale_factor: float
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "backend": backend,
+        "case_id": case.case_id,
+        "case_json": case.model_dump_json(),
+        "inputs": inputs,
+        "seed": seed,
+        "dtype_class": case.dtype,
+    }
+    try:
+        problem = make(case, inputs, seed, device=device)
+        spec = problem.spec
+        if scale_factor != 1.0:
+            from dataclasses import replace
+
+            spec = replace(spec, scale=spec.scale * scale_factor)
+        with torch.inference_mode():
+            planned = create(backend, device).plan(problem.batch, spec)
+            (out, lse), confirmed = confirm.watch(
+                lambda: planned.run(problem.q_THD, problem.k_NPGD, problem.v_NPGD), device=device
+            )
+        figures = compare(out, lse, problem.truth, problem.spec.dtype)
+    except Exception as error:  # a case that raises is a row, never the end of the run
+        return {**row, "error": f"{type(error).__name__}: {error}"[:500]}
+    return {**row, "confirmed_backend": confirmed, **figures.row()}

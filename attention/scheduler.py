@@ -1,0 +1,361 @@
+"""Continuous batching over a paged KV cache: which requests run in the next step, on which pages.
+
+A step is one forward pass: every running request that decodes, plus pieces of prompts as far as the
+step's token budget goes. Two decisions shape it:
+
+- *Pages are reserved at admission* for the prompt and all tokens that the request may generate, and
+  taken one by one as the cache grows. A running request never lacks a page, so nothing is preempted
+  and computed twice, and what a user gets does not depend on who else is being served.
+- *Prompts are cut at fixed places*, multiples of `prefill_chunk`, and the budget decides only how many
+  pieces a step takes. The same prompt goes through the same kernels alone or in a crowd.
+
+The scheduler is driven by one thread (`step`, `cancel`, `submit` must not run at the same time) and
+knows nothing of HTTP: `attention.serve.engine` bridges the two.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from attention.cases import Phase, phase_of
+from attention.dispatch import PhaseRun, StepRecord
+from attention.errors import UserError
+from attention.faults import SLOW_DECODE, slow_decode_pause_s
+from attention.model import Chunk, Runner
+from attention.sampling import Sampler, SamplingParams, sample
+
+FinishReason = Literal["stop", "length", "error", "cancelled"]
+
+
+class QueueFullError(Exception):
+    """The waiting queue is full: the caller should try again later (HTTP 429)."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one instance takes on. Tokens and requests, not bytes."""
+
+    max_running: int = 32
+    max_step_tokens: int = 512
+    prefill_chunk: int = 256
+    max_queue: int = 128
+    max_output_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.max_step_tokens < self.max_running + self.prefill_chunk:
+            raise ValueError(
+                f"max_step_tokens={self.max_step_tokens} must hold max_running={self.max_running} decodes "
+                f"and one prefill_chunk={self.prefill_chunk}, or prompts would starve behind decodes"
+            )
+
+
+@dataclass(eq=False)
+class Generation:
+    """One request under way. Times are `time.perf_counter` seconds; the scheduler alone changes it."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    shadow: bool = False
+    submitted: float = field(default_factory=time.perf_counter)
+
+    output_ids: list[int] = field(default_factory=list)
+    num_cached: int = 0  # tokens whose keys and values are in the cache
+    block_table: tuple[int, ...] = ()
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: float | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    num_nonfinite: int = 0
+    num_decode_steps: int = 0
+    num_decode_peers: int = 0  # sequences in those steps, summed
+    resolved: dict[Phase, str] = field(default_factory=dict)
+    confirmed: dict[Phase, str] = field(default_factory=dict)
+    fallback_reasons: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sampler = Sampler(self.params, self.request_id)
+
+    @property
+    def decoding(self) -> bool:
+        return bool(self.output_ids)
+
+    @property
+    def max_cached(self) -> int:
+        """Tokens in the cache at the end: the last token generated is never fed back."""
+        return len(self.prompt_ids) + self.params.max_tokens - 1
+
+    @property
+    def queue_s(self) -> float | None:
+        return None if self.admitted is None else self.admitted - self.submitted
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.submitted
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds between output tokens; None below two of them."""
+        if self.first_token is None or self.last_token is None or len(self.output_ids) < 2:
+            return None
+        return (self.last_token - self.first_token) / (len(self.output_ids) - 1)
+
+    @property
+    def batch_size_mean(self) -> float | None:
+        return self.num_decode_peers / self.num_decode_steps if self.num_decode_steps else None
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One request's part of a step."""
+
+    generation: Generation
+    chunk: Chunk
+    phase: Phase
+    samples: bool  # False for a piece of a prompt that is not the last
+
+
+@dataclass
+class StepResult:
+    """What a step did, for those who deliver tokens and count."""
+
+    tokens: list[tuple[Generation, int]] = field(default_factory=list)
+    finished: list[Generation] = field(default_factory=list)
+    record: StepRecord | None = None  # None when no forward pass succeeded
+    failure: Exception | None = None
+
+
+class Scheduler:
+    """Decides, runs and books each step on one `Runner`."""
+
+    def __init__(self, runner: Runner, limits: Limits, *, fault: str | None = None) -> None:
+        self._runner = runner
+        self._limits = limits
+        self._slow_decode = fault == SLOW_DECODE
+        self._waiting: deque[Generation] = deque()
+        self._running: list[Generation] = []
+        self._num_pages = runner.pool.num_free
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def check(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raises UserError, with figures, for a request that could never run here."""
+        context = self._runner.max_context
+        if num_prompt_tokens < 1:
+            raise UserError("the prompt has no tokens; send at least one")
+        if num_prompt_tokens >= context:
+            raise UserError(
+                f"the prompt has {num_prompt_tokens} tokens, the context {context}, one of them for the "
+                f"answer; shorten the prompt by {num_prompt_tokens - context + 1}"
+            )
+        if max_tokens > self._limits.max_output_tokens:
+            raise UserError(
+                f"max_tokens={max_tokens} is above this server's bound of {self._limits.max_output_tokens}"
+            )
+        if num_prompt_tokens + max_tokens > context:
+            raise UserError(
+                f"the prompt's {num_prompt_tokens} tokens and max_tokens={max_tokens} exceed the context of "
+                f"{context}; max_tokens may be at most {context - num_prompt_tokens}"
+            )
+        pages = self._pages_for(num_prompt_tokens + max_tokens - 1)
+        if pages > self._num_pages:
+            raise UserError(
+                f"the prompt's {num_prompt_tokens} tokens and max_tokens={max_tokens} need {pages} pages "
+                f"of {self._runner.page_size} tokens, the cache has {self._num_pages}"
+            )
+
+    def largest_answer(self, num_prompt_tokens: int) -> int:
+        """The most tokens that an answer to such a prompt may have here."""
+        cache = self._num_pages * self._runner.page_size
+        return min(
+            self._limits.max_output_tokens,
+            self._runner.max_context - num_prompt_tokens,
+            cache - num_prompt_tokens + 1,
+        )
+
+    def submit(self, generation: Generation) -> None:
+        """Queue a request. Raises QueueFullError, or UserError as `check` does."""
+        self.check(len(generation.prompt_ids), generation.params.max_tokens)
+        if len(self._waiting) >= self._limits.max_queue:
+            raise QueueFullError(f"{len(self._waiting)} requests wait already")
+        self._waiting.append(generation)
+
+    def cancel(self, generation: Generation, reason: FinishReason, error: str | None = None) -> None:
+        """End a request between steps and free its pages; nothing for one that has already ended."""
+        if generation.finish_reason is not None:
+            return
+        if generation in self._running:
+            self._running.remove(generation)
+        elif generation in self._waiting:
+            self._waiting.remove(generation)
+        self._end(generation, reason, error)
+
+    def cancel_all(self, reason: FinishReason, error: str) -> list[Generation]:
+        """End everything, waiting or running; returns what was ended."""
+        ended = [*self._running, *self._waiting]
+        for generation in ended:
+            self.cancel(generation, reason, error)
+        return ended
+
+    def step(self) -> StepResult:
+        """Run one forward pass and book its tokens.
+
+        An exception of the model ends the requests of this step with an error and is handed back as
+        `failure`: the others go on.
+        """
+        started = time.perf_counter()
+        result = StepResult()
+        self._admit(started)
+        try:
+            work = self._plan()
+        except Exception as error:
+            # Reservation rules this out unless someone else takes pages of this pool.
+            self._fail(self._running, error, result)
+            return result
+        if not work:
+            self._refuse_head(result)
+            return result
+        try:
+            tokens = self._forward(work)
+        except Exception as error:
+            self._fail([item.generation for item in work], error, result)
+            return result
+        if self._slow_decode and any(w.generation.decoding and not w.generation.shadow for w in work):
+            time.sleep(slow_decode_pause_s(time.perf_counter() - started))
+        result.record = self._runner.dispatcher.last_step()
+        self._book(work, tokens, result)
+        return result
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._runner.page_size)
+
+    def _admit(self, now: float) -> None:
+        """First come, first served: a large request at the head waits for its pages and is not overtaken."""
+        promised = sum(self._pages_for(g.max_cached) - len(g.block_table) for g in self._running)
+        available = self._runner.pool.num_free - promised
+        while self._waiting and len(self._running) < self._limits.max_running:
+            need = self._pages_for(self._waiting[0].max_cached)
+            if need > available:
+                break
+            available -= need
+            generation = self._waiting.popleft()
+            generation.admitted = now
+            self._running.append(generation)
+
+    def _refuse_head(self, result: StepResult) -> None:
+        """Nothing runs and the head still lacks pages: someone else holds them, waiting would never end."""
+        if self._waiting:
+            head = self._waiting[0]
+            need, free = self._pages_for(head.max_cached), self._runner.pool.num_free
+            self.cancel(head, "error", f"{need} cache pages are needed and only {free} can ever be free")
+            result.finished.append(head)
+
+    def _plan(self) -> list[_Work]:
+        """Every decode, then prompt pieces in order of arrival while the budget lasts."""
+        decodes = [g for g in self._running if g.decoding]
+        work = [self._work(g, (g.output_ids[-1],)) for g in decodes]
+        budget = self._limits.max_step_tokens - len(decodes)
+        for generation in self._running:
+            if generation.decoding:
+                continue
+            start = generation.num_cached
+            piece = generation.prompt_ids[start : start + self._limits.prefill_chunk]
+            if len(piece) > budget:
+                break
+            budget -= len(piece)
+            work.append(self._work(generation, piece))
+        return work
+
+    def _work(self, generation: Generation, token_ids: tuple[int, ...]) -> _Work:
+        end = generation.num_cached + len(token_ids)
+        missing = self._pages_for(end) - len(generation.block_table)
+        if missing > 0:
+            generation.block_table += tuple(self._runner.pool.alloc(missing))
+        chunk = Chunk(token_ids=token_ids, start=generation.num_cached, block_table=generation.block_table)
+        samples = end >= len(generation.prompt_ids)
+        return _Work(generation, chunk, phase_of(len(token_ids), end), samples)
+
+    def _forward(self, work: Sequence[_Work]) -> list[int | None]:
+        """Next token of every request that samples in this step, in order."""
+        hidden = self._runner.forward([item.chunk for item in work], rows="last")
+        sampling = [row for row, item in enumerate(work) if item.samples]
+        if not sampling:
+            return []
+        if len(sampling) < len(work):
+            hidden = hidden[torch.tensor(sampling, device=hidden.device)]
+        logits = self._runner.logits(hidden)
+        return sample(logits, [work[row].generation.sampler for row in sampling])
+
+    def _book(self, work: Sequence[_Work], tokens: Sequence[int | None], result: StepResult) -> None:
+        now = time.perf_counter()
+        ran = {run.phase: run for run in result.record.phases} if result.record else {}
+        drawn = iter(tokens)
+        for item in work:
+            generation = item.generation
+            generation.num_cached += len(item.chunk.token_ids)
+            _note_execution(generation, ran.get(item.phase))
+            if generation.decoding:
+                generation.num_decode_steps += 1
+                generation.num_decode_peers += len(work)
+            if item.samples:
+                self._accept(generation, next(drawn), now, result)
+        self._running = [g for g in self._running if g.finish_reason is None]
+
+    def _accept(self, generation: Generation, token: int | None, now: float, result: StepResult) -> None:
+        if token is None:
+            generation.num_nonfinite += 1
+            position = len(generation.output_ids)
+            self._end(generation, "error", f"the logits of output token {position} hold NaN or Inf")
+            result.finished.append(generation)
+            return
+        generation.output_ids.append(token)
+        generation.first_token = generation.first_token or now
+        generation.last_token = now
+        result.tokens.append((generation, token))
+        if token in self._runner.eos_token_ids:
+            self._end(generation, "stop")
+        elif len(generation.output_ids) >= generation.params.max_tokens:
+            self._end(generation, "length")
+        if generation.finish_reason is not None:
+            result.finished.append(generation)
+
+    def _fail(self, generations: Sequence[Generation], error: Exception, result: StepResult) -> None:
+        result.failure = error
+        for generation in list(generations):
+            self.cancel(generation, "error", f"the model step failed: {type(error).__name__}")
+            result.finished.append(generation)
+
+    def _end(self, generation: Generation, reason: FinishReason, error: str | None = None) -> None:
+        generation.finish_reason, generation.error = reason, error
+        generation.finished = time.perf_counter()
+        if generation.block_table:
+            self._runner.pool.free(generation.block_table)
+            generation.block_table = ()
+
+
+def _note_execution(generation: Generation, run: PhaseRun | None) -> None:
+    """What the execution layer says about this request's part of the step."""
+    if run is None:
+        return
+    generation.resolved[run.phase] = run.resolved
+    generation.confirmed[run.phase] = run.confirmed
+    if run.fallback is not None and run.fallback.reason not in generation.fallback_reasons:
+        generation.fallback_reasons.append(run.fallback.reason)

@@ -1,0 +1,240 @@
+"""Schemas of the evidence lake (DESIGN 4.3): one pyarrow schema a table, with a version.
+
+They live here, beside the runtime, because the processes that measure and serve write evidence
+without DuckDB, MLflow or Prefect. Every row carries `COMMON`: who measured what, where, when.
+
+`write_rows` writes under a temporary name and renames, so a reader never sees half a file and any
+number of processes may write at once.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+SCHEMA_VERSION = 1
+
+_STR, _INT, _REAL, _BOOL = pa.string(), pa.int64(), pa.float64(), pa.bool_()
+
+COMMON: dict[str, pa.DataType] = {
+    "release_id": _STR,
+    "fingerprint_id": _STR,  # of the environment that produced the row
+    "node": _STR,
+    "gpu": _STR,  # "cpu" without one
+    "model": _STR,
+    "time": pa.timestamp("us", tz="UTC"),
+    "side": _STR,  # champion | control | candidate: whose figure this is
+}
+
+_TABLES: dict[str, dict[str, pa.DataType]] = {
+    "fingerprints": {"identity_json": _STR, "attestation_json": _STR},
+    # One row a (backend, cell, probe, level).
+    "probes": {
+        "backend": _STR,
+        "probe": _STR,  # short_prefill, long_prefill, single_decode, ...
+        "level": _STR,  # static | construct | execute
+        "feature": _STR,
+        "case_json": _STR,
+        "status": _STR,  # pass | fail | unknown | known_bad
+        "reasons_json": _STR,  # list of Reason
+        "confirmed_backend": _STR,
+        "max_abs_error": _REAL,
+        "seconds": _REAL,
+    },
+    # One row a (case, seed, backend); figures against the fp64 oracle.
+    "tensor_replay": {
+        "backend": _STR,
+        "confirmed_backend": _STR,
+        "case_id": _STR,
+        "case_json": _STR,
+        "inputs": _STR,  # normal | needle | large_logit
+        "seed": _INT,
+        "dtype_class": _STR,
+        "finite_mask_equal": _BOOL,
+        "max_abs": _REAL,
+        "mean_abs": _REAL,
+        "rel_l2": _REAL,
+        "worst_row": _REAL,
+        "worst_row_index": _INT,
+        "cosine": _REAL,
+        "bias_z": _REAL,  # mean signed error / its standard error
+        "lse_max_abs": _REAL,
+        "r_max": _REAL,  # ratios to the dtype class's own error, see attention/replay/tensor.py
+        "r_rms": _REAL,
+        "r_row": _REAL,
+        "error": _STR,  # why the case has no figures (crash, refusal), else null
+    },
+    # One row a (prompt, mode, position): both sides already compared.
+    "model_replay": {
+        "backend": _STR,
+        "confirmed_backend": _STR,
+        "prompt_id": _STR,
+        "category": _STR,
+        "language": _STR,
+        "mode": _STR,  # prefill | decode
+        "position": _INT,
+        "kl": _REAL,
+        "topk_overlap": _REAL,
+        "next_token_equal": _BOOL,  # argmax of both sides
+        "flip_margin": _REAL,  # champion's margin in nats where the argmax flipped, else null
+        "nll_champion": _REAL,
+        "nll_candidate": _REAL,
+    },
+    # One row a golden prompt and side.
+    "business_replay": {
+        "backend": _STR,
+        "confirmed_backend": _STR,
+        "prompt_id": _STR,
+        "category": _STR,
+        "language": _STR,
+        "passed": _BOOL,
+        "grader": _STR,
+        "detail": _STR,
+        "output_text": _STR,
+        "output_tokens": pa.list_(pa.int32()),
+        "error": _STR,
+    },
+    # Raw samples: one row a timed call.
+    "perf_samples": {
+        "backend": _STR,
+        "confirmed_backend": _STR,
+        "family": _STR,  # prefill | decode
+        "metric": _STR,  # kernel_s | ttft_s | tpot_s | first_call_s
+        "case_id": _STR,
+        "shape_bucket": _STR,
+        "block": _INT,  # interleaving block: champion and candidate alternate inside one
+        "seconds": _REAL,
+    },
+    # One row a (family, metric, cell): candidate against champion.
+    "perf_cells": {
+        "backend": _STR,
+        "champion_backend": _STR,
+        "family": _STR,
+        "metric": _STR,
+        "case_id": _STR,
+        "shape_bucket": _STR,
+        "weight": _REAL,  # share of the traffic's work in this bucket
+        "champion_p50_s": _REAL,
+        "candidate_p50_s": _REAL,
+        "candidate_p95_s": _REAL,
+        "candidate_p99_s": _REAL,
+        "ratio": _REAL,  # candidate / champion, paired by block
+        "ratio_low": _REAL,
+        "ratio_high": _REAL,
+        "verdict": _STR,  # SAME | FAST | SLOW | AMBG
+        "floor_s": _REAL,  # max(FLOPs / peak, bytes / bandwidth) with ceilings of this run
+        "num_blocks": _INT,
+    },
+    # One row a served request, written by the instance that served it.
+    "requests": {
+        "instance": _STR,
+        "request_id": _STR,  # x-request-id: pairs a shadow with its primary
+        "session_id": _STR,
+        "role": _STR,  # x-attention-role the router sent it under: champion | control | candidate
+        "shadow": _BOOL,
+        "endpoint": _STR,
+        "stream": _BOOL,
+        "status": _INT,
+        "finish_reason": _STR,  # stop | length | error | cancelled
+        "prompt_tokens": _INT,
+        "output_tokens": _INT,
+        "queue_s": _REAL,
+        "ttft_s": _REAL,
+        "tpot_s": _REAL,  # null below two output tokens
+        "e2e_s": _REAL,
+        "requested_backend": _STR,
+        "resolved_prefill": _STR,
+        "resolved_decode": _STR,
+        "confirmed_prefill": _STR,
+        "confirmed_decode": _STR,
+        "fallback": _BOOL,
+        "fallback_reason": _STR,
+        "num_nonfinite": _INT,  # logits rows that held NaN or Inf
+        "batch_size_mean": _REAL,  # sequences in the steps that decoded this request
+        "peak_memory_bytes": _INT,
+        "prompt_text": _STR,
+        "output_text": _STR,
+        "token_ids": pa.list_(pa.int32()),
+        "error": _STR,
+    },
+    # One row a (step, window, side): summary the canary gate read.
+    "canary_windows": {
+        "stage": _STR,  # shadow | canary | expand
+        "share": _INT,
+        "window": _INT,
+        "num_requests": _INT,
+        "num_errors": _INT,
+        "num_nonfinite": _INT,
+        "num_fallbacks": _INT,
+        "num_unconfirmed": _INT,
+        "ttft_p50_s": _REAL,
+        "ttft_p95_s": _REAL,
+        "tpot_p50_s": _REAL,
+        "tpot_p95_s": _REAL,
+        "peak_memory_bytes": _INT,
+    },
+    # One row a check of a gate.
+    "gate_results": {
+        "stage": _STR,
+        "check": _STR,
+        "verdict": _STR,  # pass | inconclusive | error | fail
+        "observed": _REAL,
+        "limit": _REAL,
+        "direction": _STR,  # max | min | equal
+        "detectable": _STR,  # smallest effect that this evidence could have shown
+        "num_evidence": _INT,
+        "owner": _STR,
+        "reason": _STR,
+        "message": _STR,
+    },
+    "events": {
+        "kind": _STR,  # startup_fallback, request_fallback, share_changed, lease_expired, gate_failed, ...
+        "severity": _STR,  # info | warning | critical
+        "subject": _STR,
+        "message": _STR,
+        "detail_json": _STR,
+    },
+}
+
+SCHEMAS: dict[str, pa.Schema] = {
+    name: pa.schema(
+        [pa.field(column, kind) for column, kind in {**COMMON, **columns}.items()],
+        metadata={"attention_release.table": name, "attention_release.version": str(SCHEMA_VERSION)},
+    )
+    for name, columns in _TABLES.items()
+}
+
+
+def write_rows(lake: Path, table: str, rows: Iterable[Mapping[str, Any]], *, release_id: str) -> Path | None:
+    """Append rows to `lake/<table>/release_id=<id>/<uuid>.parquet`; returns the file, None for no rows.
+
+    A column that a row lacks is null; a column that the schema lacks raises ValueError, because
+    evidence that is silently dropped cannot be judged.
+    """
+    schema = SCHEMAS[table]
+    known = set(schema.names)
+    materialised = []
+    for row in rows:
+        unknown = set(row) - known
+        if unknown:
+            raise ValueError(f"{table}: unknown column(s) {sorted(unknown)}; the schema has {sorted(known)}")
+        materialised.append({**row, "release_id": release_id})
+    if not materialised:
+        return None
+    folder = lake / table / f"release_id={release_id}"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = uuid.uuid4().hex
+    # The dot keeps the unfinished file out of every `*.parquet` glob.
+    temporary, final = folder / f".{name}.tmp", folder / f"{name}.parquet"
+    with temporary.open("wb") as sink:
+        pq.write_table(pa.Table.from_pylist(materialised, schema=schema), sink, compression="zstd")
+        sink.flush()
+        os.fsync(sink.fileno())
+    temporary.rename(final)
+    return final

@@ -1,0 +1,227 @@
+"""The engine thread: starts the model, then steps the scheduler, and hands text to the event loop.
+
+Everything that touches the model runs on this one thread, from the start-up probes to the last step.
+The event loop submits and cancels through an inbox; text goes back once a step, in one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from attention.scheduler import FinishReason, Generation, Limits, QueueFullError, Scheduler, StepResult
+from attention.serve.detokenize import Detokenizer
+from attention.serve.log import event
+from attention.serve.metrics import Metrics
+
+if TYPE_CHECKING:
+    from attention.startup import Started
+
+SHUTTING_DOWN = "the server is shutting down"
+CLIENT_GONE_TEXT = "the client went away"
+# A device that fails this many steps in a row has likely lost its context: say so in /health.
+FAILING_STEPS = 3
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One request between the event loop and the engine. `pieces` ends with None."""
+
+    generation: Generation
+    text: Detokenizer
+    incremental: bool  # text is wanted as it comes: a stream, or stop strings to look for
+    pieces: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)
+
+
+@dataclass
+class _Delivery:
+    pieces: list[tuple[Ticket, str | None]] = field(default_factory=list)
+
+    def __call__(self) -> None:
+        for ticket, piece in self.pieces:
+            ticket.pieces.put_nowait(piece)
+
+
+class Engine:
+    """Runs `prepare`, then serves until `stop`.
+
+    `started` is set once the probes passed and every phase is resolved; `failure` holds what kept
+    the model from starting. `on_change` is called on the engine thread when either is set.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[], Started],
+        limits: Limits,
+        metrics: Metrics,
+        *,
+        fault: str | None = None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.limits = limits
+        self.started: Started | None = None
+        self.failure: Exception | None = None
+        self.num_failed_steps = 0  # in a row
+        self._prepare = prepare
+        self._metrics = metrics
+        self._fault = fault
+        self._on_change = on_change
+        self._scheduler: Scheduler | None = None
+        self._tickets: dict[Generation, Ticket] = {}
+        self._inbox: list[Ticket] = []
+        self._cancelled: list[Ticket] = []
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # A daemon: a model that hangs while it starts must not keep a stopped process alive.
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """End what still runs as cancelled and join the thread."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._inbox) + (self._scheduler.num_waiting if self._scheduler else 0)
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running if self._scheduler else 0
+
+    def check(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raises UserError for a request that could never run (see Scheduler.check)."""
+        if self._scheduler is None:
+            raise RuntimeError("the engine has not started")
+        self._scheduler.check(num_prompt_tokens, max_tokens)
+
+    def largest_answer(self, num_prompt_tokens: int) -> int:
+        """The most tokens that an answer to such a prompt may have (see Scheduler.largest_answer)."""
+        if self._scheduler is None:
+            raise RuntimeError("the engine has not started")
+        return self._scheduler.largest_answer(num_prompt_tokens)
+
+    def submit(self, ticket: Ticket) -> None:
+        """Queue a request that `check` lets through. Raises QueueFullError when the queue is full."""
+        with self._wake:
+            if self.num_waiting >= self.limits.max_queue:
+                raise QueueFullError(f"{self.num_waiting} requests wait already; try again later")
+            self._inbox.append(ticket)
+            self._wake.notify()
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Drop a request whose client has gone; nothing for one that has ended."""
+        with self._wake:
+            self._cancelled.append(ticket)
+            self._wake.notify()
+
+    # On the engine thread from here on.
+
+    def _run(self) -> None:
+        try:
+            started = self._prepare()
+            self._scheduler = Scheduler(started.runner, self.limits, fault=self._fault)
+            self.started = started
+        except Exception as error:
+            self.failure = error
+            self._on_change()
+            return
+        self._on_change()
+        with torch.inference_mode():
+            while self._turn(self._scheduler):
+                pass
+
+    def _turn(self, scheduler: Scheduler) -> bool:
+        """Wait for work, run one step, deliver; False when it is time to stop."""
+        with self._wake:
+            while not (self._stopping or self._inbox or self._cancelled or scheduler.has_work):
+                self._wake.wait()
+            stopping = self._stopping
+            cancelled, self._cancelled = self._cancelled, []
+            self._accept(scheduler)
+        delivery = _Delivery()
+        for ticket in cancelled:
+            self._end(scheduler, ticket, "cancelled", CLIENT_GONE_TEXT, delivery)
+        if stopping:
+            self._end_all(scheduler, "cancelled", SHUTTING_DOWN, delivery)
+        else:
+            self._step(scheduler, delivery)
+        if delivery.pieces and self._loop is not None:
+            self._loop.call_soon_threadsafe(delivery)
+        return not stopping
+
+    def _accept(self, scheduler: Scheduler) -> None:
+        for ticket in self._inbox:
+            self._tickets[ticket.generation] = ticket
+            scheduler.submit(ticket.generation)
+        self._inbox.clear()
+
+    def _step(self, scheduler: Scheduler, delivery: _Delivery) -> None:
+        try:
+            result = scheduler.step()
+            self._note(result)
+            self._take(scheduler, result, delivery)
+        except Exception as error:
+            # Not the model but our own book-keeping failed: leave no request in an unknown state.
+            self._note(StepResult(finished=list(self._tickets), failure=error))
+            self._end_all(scheduler, "error", "internal error", delivery)
+
+    def _take(self, scheduler: Scheduler, result: StepResult, delivery: _Delivery) -> None:
+        for generation, token in result.tokens:
+            ticket = self._tickets[generation]
+            if not ticket.incremental:
+                continue
+            if piece := ticket.text.push(token):
+                delivery.pieces.append((ticket, piece))
+            if ticket.text.stopped and generation.finish_reason is None:
+                scheduler.cancel(generation, "stop")
+                result.finished.append(generation)
+        for generation in result.finished:
+            self._finish(self._tickets.pop(generation), delivery)
+
+    def _note(self, result: StepResult) -> None:
+        if result.record is not None:
+            self.num_failed_steps = 0
+            self._metrics.observe_step(result.record)
+        if result.failure is not None:
+            self.num_failed_steps += 1
+            event(
+                "step_failed",
+                severity="critical",
+                requests=[g.request_id for g in result.finished],
+                error=str(result.failure),
+                traceback=traceback.format_exception(result.failure),
+            )
+
+    def _end_all(self, scheduler: Scheduler, reason: FinishReason, error: str, delivery: _Delivery) -> None:
+        for ticket in list(self._tickets.values()):
+            self._end(scheduler, ticket, reason, error, delivery)
+
+    def _end(
+        self, scheduler: Scheduler, ticket: Ticket, reason: FinishReason, error: str, delivery: _Delivery
+    ) -> None:
+        if self._tickets.pop(ticket.generation, None) is not None:
+            scheduler.cancel(ticket.generation, reason, error)
+            delivery.pieces.append((ticket, None))
+            self._metrics.observe_finished(ticket.generation)
+
+    def _finish(self, ticket: Ticket, delivery: _Delivery) -> None:
+        generation = ticket.generation
+        if ticket.incremental and (piece := ticket.text.finish()):
+            delivery.pieces.append((ticket, piece))
+        if ticket.text.stopped:
+            generation.finish_reason = "stop"
+        delivery.pieces.append((ticket, None))
+        self._metrics.observe_finished(generation)

@@ -1,0 +1,140 @@
+"""Prometheus metrics of an instance: the six of DESIGN 4.8, and what a service level needs beside them.
+
+Figures come from the execution layer: `selected_total` counts under the *confirmed* backend, kernel
+seconds from the dispatcher's record of each step. Each instance has a registry of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from attention.dispatch import FallbackEvent, StepRecord
+from attention.reasons import Code
+from attention.scheduler import Generation
+
+# A `_created` series beside each counter would be a seventh name.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+_KERNEL_BUCKETS = tuple(base * 10.0**power for power in range(-6, 1) for base in (1.0, 2.5, 5.0))
+_LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+# Backends that compile their kernels at first use.
+_JIT_FAMILIES = frozenset({"triton", "flex_attention", "flashinfer"})
+
+_PROBE_VALUE = {"pass": 1, "fail": 0, "known_bad": 0, "unknown": -1}
+_WORST_FIRST = (0, -1, 1)
+
+
+class Metrics:
+    """All metrics of one instance. Thread-safe, as prometheus-client is."""
+
+    def __init__(self, *, node: str, gpu: str, model: str, dtype: str = "") -> None:
+        self.registry = CollectorRegistry()
+        self._node, self._gpu, self._model, self._dtype = node, gpu, model, dtype
+        self._selected = self._counter(
+            "attention_backend_selected_total",
+            "Requests per phase under the backend that the execution layer confirmed.",
+            "model", "gpu", "dtype", "phase", "backend",
+        )  # fmt: skip
+        self._fallback = self._counter(
+            "attention_backend_fallback_total", "A backend gave way to another.", "from", "to", "reason"
+        )
+        self._kernel = self._histogram(
+            "attention_kernel_latency_seconds",
+            "Seconds of attention per layer, mean over the layers of a step.",
+            _KERNEL_BUCKETS,
+            "backend", "phase", "shape_bucket",
+        )  # fmt: skip
+        self._numerical = self._counter(
+            "attention_numerical_gate_fail_total",
+            "Numerical probes that failed.",
+            "model", "backend", "test_case",
+        )  # fmt: skip
+        self._probe = Gauge(
+            "attention_probe_status",
+            "Worst probe of a feature: 1 pass, 0 fail, -1 unknown.",
+            ("node", "model", "backend", "feature"),
+            registry=self.registry,
+        )
+        self._jit = Gauge(
+            "attention_jit_compile_seconds",
+            "Seconds of the first call of a kernel that is compiled at first use.",
+            ("backend", "kernel_signature"),
+            registry=self.registry,
+        )
+        self._requests = self._counter(
+            "attention_requests_total", "Requests ended.", "finish_reason", "traffic"
+        )
+        self._nonfinite = self._counter("attention_nonfinite_logits_total", "Logits rows with NaN or Inf.")
+        self._queue = self._histogram("attention_queue_seconds", "Arrival to admission.", _LATENCY_BUCKETS)
+        self._ttft = self._histogram("attention_ttft_seconds", "Arrival to first token.", _LATENCY_BUCKETS)
+        self._tpot = self._histogram(
+            "attention_tpot_seconds", "Mean between output tokens.", _LATENCY_BUCKETS
+        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(name, text, labels, buckets=tuple(buckets), registry=self.registry)
+
+    def text(self) -> bytes:
+        """The page that Prometheus reads."""
+        return generate_latest(self.registry)
+
+    def observe_startup(
+        self, *, dtype: str, probe_rows: Iterable[Mapping[str, Any]], fallbacks: Iterable[FallbackEvent]
+    ) -> None:
+        """What the start showed; `probe_rows` as in the lake's table `probes`."""
+        self._dtype = dtype
+        worst: dict[tuple[str, str], int] = {}
+        for row in probe_rows:
+            key = (str(row["backend"]), str(row["feature"]))
+            value = _PROBE_VALUE[str(row["status"])]
+            worst[key] = min(worst.get(key, 1), value, key=_WORST_FIRST.index)
+            if row["status"] == "fail" and Code.NUMERIC_DRIFT in (row.get("reasons_json") or ""):
+                self._numerical.labels(self._model, row["backend"], row["probe"]).inc()
+        for (backend, feature), value in worst.items():
+            self._probe.labels(self._node, self._model, backend, feature).set(value)
+        for fallback in fallbacks:
+            self.observe_fallback(fallback)
+
+    def observe_fallback(self, fallback: FallbackEvent) -> None:
+        labels = {"from": fallback.from_backend, "to": fallback.to_backend, "reason": fallback.reason}
+        self._fallback.labels(**labels).inc()
+
+    def observe_step(self, record: StepRecord) -> None:
+        for run in record.phases:
+            if run.kernel_seconds > 0:
+                seconds = run.kernel_seconds / max(1, run.layers)
+                self._kernel.labels(run.confirmed, run.phase, run.bucket).observe(seconds)
+            if run.first_call_seconds is not None and run.resolved.partition(":")[0] in _JIT_FAMILIES:
+                self._jit.labels(run.resolved, run.bucket).set(run.first_call_seconds)
+            if run.fallback is not None:
+                self.observe_fallback(run.fallback)
+
+    def observe_finished(self, generation: Generation) -> None:
+        """One request that has ended, whatever way."""
+        traffic = "shadow" if generation.shadow else "live"
+        self._requests.labels(generation.finish_reason or "error", traffic).inc()
+        for phase, backend in generation.confirmed.items():
+            self._selected.labels(self._model, self._gpu, self._dtype, phase, backend).inc()
+        if generation.num_nonfinite:
+            self._nonfinite.inc(generation.num_nonfinite)
+        for histogram, seconds in (
+            (self._queue, generation.queue_s),
+            (self._ttft, generation.ttft_s),
+            (self._tpot, generation.tpot_s),
+        ):
+            if seconds is not None:
+                histogram.observe(seconds)

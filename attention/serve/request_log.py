@@ -1,0 +1,122 @@
+"""The request log: one row of table `requests` for each served request, written by who served it.
+
+Rows are buffered and written each half second and at the end, one Parquet file a flush, under a
+temporary name and renamed. A flush that fails keeps its rows and is tried again: the lake may be away
+for a while, evidence is not dropped for that.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from attention.schemas import write_rows
+from attention.serve.log import event
+
+FLUSH_S = 0.5
+# About 1 GB of rows: beyond it a lake that never comes back would take the instance down.
+MAX_BUFFERED = 200_000
+
+
+class RequestRow(BaseModel):
+    """The columns that one request fills itself; the instance's own are added by `RequestLog`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    fingerprint_id: str
+    time: datetime
+    request_id: str
+    session_id: str | None
+    role: str | None
+    shadow: bool
+    endpoint: str
+    stream: bool
+    status: int
+    finish_reason: str
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float
+    requested_backend: str | None = None
+    resolved_prefill: str | None = None
+    resolved_decode: str | None = None
+    confirmed_prefill: str | None = None
+    confirmed_decode: str | None = None
+    fallback: bool = False
+    fallback_reason: str | None = None
+    num_nonfinite: int = 0
+    batch_size_mean: float | None = None
+    peak_memory_bytes: int
+    prompt_text: str | None = None
+    output_text: str | None = None
+    token_ids: list[int] | None = None
+    error: str | None = None
+
+
+class RequestLog:
+    """Buffers rows and writes them from a thread of its own. Rows may be added from any thread."""
+
+    def __init__(self, lake: Path, *, release_id: str, common: Mapping[str, Any]) -> None:
+        """`common`: columns that are the same in every row (node, gpu, model, side, instance)."""
+        self._lake = lake
+        self._release_id = release_id
+        self._common = dict(common)
+        self._rows: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self.num_dropped = 0
+        self.failure: str | None = None  # why the last flush failed
+        self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
+        self._thread.start()
+
+    def add(self, row: RequestRow) -> None:
+        with self._lock:
+            if len(self._rows) >= MAX_BUFFERED:
+                self.num_dropped += 1
+                return
+            self._rows.append({**self._common, **row.model_dump()})
+
+    def flush(self) -> None:
+        """Write what is buffered. Raises nothing: a failure is logged and its rows are kept."""
+        with self._lock:
+            rows, self._rows = self._rows, []
+        if not rows:
+            return
+        try:
+            write_rows(self._lake, "requests", rows, release_id=self._release_id)
+        except Exception as error:
+            with self._lock:
+                self._rows = rows + self._rows
+            self.failure = f"{len(rows)} request rows wait for the lake {self._lake}: {error}"
+            event("request_log_failed", severity="critical", message=self.failure, dropped=self.num_dropped)
+        else:
+            self.failure = None
+
+    def close(self) -> None:
+        """Write the rest and stop."""
+        self._closing.set()
+        self._thread.join()
+        self.flush()
+
+    def _run(self) -> None:
+        while not self._closing.wait(FLUSH_S):
+            self.flush()
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident set of this process so far; getrusage counts KiB on Linux, bytes on macOS."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def now() -> datetime:
+    return datetime.now(UTC)

@@ -1,0 +1,178 @@
+"""The service: one instance's parts together, whether it is ready, and what it says about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from attention.cases import Phase
+from attention.faults import FAULTS
+from attention.scheduler import FinishReason, Generation
+from attention.serve.engine import FAILING_STEPS, Engine
+from attention.serve.metrics import Metrics
+from attention.serve.request_log import RequestLog, RequestRow, now, peak_memory_bytes
+
+SHOWN_PHASES: tuple[Phase, ...] = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Instance:
+    """Who this process is, fixed at its start."""
+
+    release_id: str
+    side: str  # champion | control | candidate
+    name: str
+    model: str
+    gpu: str  # "cpu" without one
+    node: str
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """Who asks, from the request's headers. `arrived` is a `time.perf_counter` second."""
+
+    request_id: str
+    session_id: str | None
+    role: str | None
+    shadow: bool
+    endpoint: str
+    arrived: float
+
+
+class Service:
+    """What the handlers work on. Lives on the event loop's thread."""
+
+    def __init__(self, instance: Instance, engine: Engine, metrics: Metrics, log: RequestLog) -> None:
+        self.instance = instance
+        self.engine = engine
+        self.metrics = metrics
+        self.log = log
+        self.draining = False
+        self.num_open = 0  # requests whose row is still to be written
+
+    def reasons_not_ready(self) -> list[str]:
+        """Empty when the start-up probes passed, every phase is resolved, and steps do not fail."""
+        if self.draining:
+            return ["draining: the server is shutting down"]
+        if self.engine.failure is not None:
+            return [f"startup failed: {self.engine.failure}"]
+        if self.engine.started is None:
+            return ["probes: the startup probes have not passed yet", "backends: not resolved yet"]
+        if self.engine.num_failed_steps >= FAILING_STEPS:
+            return [f"model: the last {self.engine.num_failed_steps} steps failed"]
+        return []
+
+    @property
+    def fingerprint_id(self) -> str:
+        """Empty until the start is complete."""
+        return self.engine.started.fingerprint.id if self.engine.started else ""
+
+    def backends(self) -> dict[str, dict[Phase, str]]:
+        """requested, resolved and confirmed, by phase."""
+        if self.engine.started is None:
+            return {"requested": {}, "resolved": {}, "confirmed": {}}
+        dispatcher = self.engine.started.dispatcher
+        return {
+            "requested": dict(dispatcher.requested),
+            "resolved": dict(dispatcher.resolved),
+            "confirmed": dict(dispatcher.confirmed),
+        }
+
+    def headers(self) -> dict[str, str]:
+        """Response headers: who served."""
+        confirmed = self.backends()["confirmed"]
+        return {
+            "x-attention-release": self.instance.release_id,
+            "x-attention-fingerprint": self.fingerprint_id,
+            "x-attention-instance": self.instance.name,
+            "x-attention-backend": ",".join(f"{phase}={confirmed.get(phase, '')}" for phase in SHOWN_PHASES),
+        }
+
+    def about(self) -> dict[str, Any]:
+        """What /health, /fingerprint and the start-up log line have in common."""
+        fallbacks = self.engine.started.dispatcher.fallbacks if self.engine.started else []
+        return {
+            "release": self.instance.release_id,
+            "side": self.instance.side,
+            "instance": self.instance.name,
+            "model": self.instance.model,
+            "fingerprint": self.fingerprint_id,
+            **self.backends(),
+            "fallbacks": [
+                {
+                    "phase": f.phase,
+                    "from": f.from_backend,
+                    "to": f.to_backend,
+                    "reasons": [str(reason) for reason in f.reasons],
+                }
+                for f in fallbacks
+            ],
+            "fault": self.instance.fault,
+            "fault_effect": FAULTS[self.instance.fault] if self.instance.fault else None,
+        }
+
+    def health(self) -> dict[str, Any]:
+        reasons = self.reasons_not_ready()
+        warnings = [self.log.failure] if self.log.failure else []
+        if self.log.num_dropped:
+            warnings.append(f"{self.log.num_dropped} request rows were dropped")
+        return {
+            "live": True,
+            "ready": not reasons,
+            "reasons": reasons,
+            "warnings": warnings,
+            "running": self.engine.num_running,
+            "waiting": self.engine.num_waiting,
+            **self.about(),
+        }
+
+    def row(
+        self,
+        call: Call,
+        generation: Generation,
+        *,
+        finish_reason: FinishReason,
+        error: str | None,
+        status: int,
+        stream: bool,
+        seconds: float,
+        prompt_text: str,
+        output_text: str,
+    ) -> RequestRow:
+        """The lake's row of one request that was taken on, or refused for lack of room."""
+        requested = self.backends()["requested"]
+        prefill, decode = (requested.get(phase) for phase in SHOWN_PHASES)
+        return RequestRow(
+            fingerprint_id=self.fingerprint_id,
+            time=now(),
+            request_id=call.request_id,
+            session_id=call.session_id,
+            role=call.role,
+            shadow=call.shadow,
+            endpoint=call.endpoint,
+            stream=stream,
+            status=status,
+            finish_reason=finish_reason,
+            prompt_tokens=len(generation.prompt_ids),
+            output_tokens=len(generation.output_ids),
+            queue_s=generation.queue_s,
+            ttft_s=generation.ttft_s,
+            tpot_s=generation.tpot_s,
+            e2e_s=seconds,
+            requested_backend=prefill if prefill == decode else f"prefill={prefill},decode={decode}",
+            # Null where the phase did not run: one output token needs no decode.
+            resolved_prefill=generation.resolved.get("prefill"),
+            resolved_decode=generation.resolved.get("decode"),
+            confirmed_prefill=generation.confirmed.get("prefill"),
+            confirmed_decode=generation.confirmed.get("decode"),
+            fallback=bool(generation.fallback_reasons),
+            fallback_reason=", ".join(generation.fallback_reasons) or None,
+            num_nonfinite=generation.num_nonfinite,
+            batch_size_mean=generation.batch_size_mean,
+            peak_memory_bytes=peak_memory_bytes(),
+            prompt_text=prompt_text,
+            output_text=output_text,
+            token_ids=list(generation.output_ids),
+            error=error,
+        )

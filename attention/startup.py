@@ -1,0 +1,130 @@
+"""Start-up of a process that serves or measures: probe, resolve the chain, load, fingerprint.
+
+The order is the document's: before Ready, every backend of the policy is probed; one that fails gives
+way to the next validated one, with an event and its reasons. With none left, `prepare` raises with
+the whole explanation and the instance stays unready.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attention.dispatch import Dispatcher, FallbackEvent
+from attention.faults import WRONG_SCALE, check_fault
+from attention.fingerprint import Fingerprint, fingerprint
+from attention.job import Setup
+from attention.model import resolve_dtype, specs_of
+from attention.policy import Policy, load_policy
+from attention.probe import ProbeResult, failed_reasons, probe_all, probes_of
+
+if TYPE_CHECKING:
+    from attention.model import Runner
+
+WRONG_SCALE_FACTOR = 1.05
+
+
+@dataclass(frozen=True)
+class Started:
+    """A process that is ready: its model, its decisions, and the evidence for them."""
+
+    runner: Runner
+    dispatcher: Dispatcher
+    fingerprint: Fingerprint
+    probes: list[ProbeResult]
+    policy: Policy
+    seconds: float
+
+
+def scale_factor(fault: str | None) -> float:
+    """What a drill multiplies the softmax scale with; 1.0 without one."""
+    return WRONG_SCALE_FACTOR if check_fault(fault) == WRONG_SCALE else 1.0
+
+
+def probe(setup: Setup, timeout_s: float = 120.0) -> list[ProbeResult]:
+    """Probe every backend that the policy names, for every kind of layer of the model."""
+    policy, dtype = load_policy(setup.policy), resolve_dtype(setup.dtype, setup.device)
+    kinds = list(dict.fromkeys(specs_of(setup.model, dtype)))
+    probes = [p for spec in kinds for p in probes_of(spec, dtype, setup.page_size)]
+    return probe_all(
+        policy.backends(),
+        probes,
+        device=setup.device,
+        scale_factor=scale_factor(setup.fault),
+        timeout_s=timeout_s,
+    )
+
+
+def decide(
+    setup: Setup, probes: list[ProbeResult], on_event: Callable[[FallbackEvent], None] = lambda event: None
+) -> Dispatcher:
+    """The dispatcher that those probes allow. Raises UserError when a phase has no backend left."""
+    dtype = resolve_dtype(setup.dtype, setup.device)
+    return Dispatcher(
+        load_policy(setup.policy),
+        specs_of(setup.model, dtype),
+        device=setup.device,
+        page_size=setup.page_size,
+        observed=failed_reasons(probes),
+        scale_factor=scale_factor(setup.fault),
+        on_event=on_event,
+    )
+
+
+def identify(setup: Setup, dispatcher: Dispatcher | None = None) -> Fingerprint:
+    """The fingerprint of a process with this set-up; the same for every verb."""
+    import torch
+
+    torch.set_num_threads(setup.num_threads)
+    attestation = {}
+    if dispatcher is not None:
+        attestation = {
+            "requested": dispatcher.requested,
+            "resolved": dispatcher.resolved,
+            "confirmed": dispatcher.confirmed,
+        }
+    return fingerprint(
+        setup.model,
+        load_policy(setup.policy),
+        dtype=resolve_dtype(setup.dtype, setup.device),
+        device=setup.device,
+        page_size=setup.page_size,
+        engine_limits={"num_pages": setup.num_pages},
+        fault=setup.fault,
+        attestation=attestation,
+    )
+
+
+def load(setup: Setup, dispatcher: Dispatcher) -> Runner:
+    """The model of a set-up, its attention on that dispatcher."""
+    import torch
+
+    from attention.model import Runner
+
+    torch.set_num_threads(setup.num_threads)
+    return Runner(
+        setup.model,
+        dispatcher,
+        dtype=setup.dtype,
+        device=setup.device,
+        page_size=setup.page_size,
+        num_pages=setup.num_pages,
+    )
+
+
+def prepare(setup: Setup, on_event: Callable[[FallbackEvent], None] = lambda event: None) -> Started:
+    """Probe, resolve, load. Raises UserError when no backend is left, a model or a policy is wrong."""
+    started = time.perf_counter()
+    probes = probe(setup)
+    dispatcher = decide(setup, probes, on_event)
+    runner = load(setup, dispatcher)
+    return Started(
+        runner=runner,
+        dispatcher=dispatcher,
+        fingerprint=identify(setup, dispatcher),
+        probes=probes,
+        policy=dispatcher.policy,
+        seconds=time.perf_counter() - started,
+    )

@@ -1,0 +1,1 @@
+"""Policies, environments, candidates, golden sets, traffic readers, the evidence lake."""

@@ -1,0 +1,102 @@
+"""Reads the evidence lake (DESIGN 4.3): DuckDB over the Parquet files that `attention.schemas` writes.
+
+One view a table, in memory. A table that nobody has written yet is an empty view with the right
+columns, and a column that old files lack is null, so a query never fails for want of evidence: it
+counts none. DuckDB may read this folder and nothing else, and it never fetches an extension.
+
+    with Lake(lake_dir()) as lake:
+        lake.rows("select count(*) from requests where release_id = $release", release=release_id)
+
+`strict_max(x)`, `strict_min(x)` and `strict_avg(x)` are null as soon as one row lacks x; DuckDB's own
+aggregates skip nulls, which would let a figure that was never measured pass. NaN stays NaN in all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import duckdb
+
+from attention.schemas import SCHEMAS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_MACROS = """
+create macro strict_max(x) as case when count(x) = count(*) then max(x) end;
+create macro strict_min(x) as case when count(x) = count(*) then min(x) end;
+create macro strict_avg(x) as case when count(x) = count(*) then avg(x) end;
+"""
+
+
+class Lake:
+    """A snapshot of which tables have files; open a new one to see tables that appeared since.
+
+    Files that are added to a table which already had some are seen by the next query.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+        # Extensions would be downloaded from the network on first use.
+        config = {
+            "autoinstall_known_extensions": "false",
+            "autoload_known_extensions": "false",
+            "threads": "2",
+        }
+        self._connection = duckdb.connect(":memory:", config=config)
+        self._connection.execute("set enable_progress_bar = false")
+        self._connection.execute(f"set allowed_directories = [{_quoted(str(self.path) + '/')}]")
+        self._connection.execute("set enable_external_access = false")
+        self._connection.execute(_MACROS)
+        for table in SCHEMAS:
+            self._connection.execute(f"create view {table} as {self._select(table)}")
+        self._connection.execute("set lock_configuration = true")
+
+    def _select(self, table: str) -> str:
+        """The table's columns in the schema's order, from its files if it has any."""
+        empty = f"_empty_{table}"
+        self._connection.register(empty, SCHEMAS[table].empty_table())
+        if not any((self.path / table).glob("release_id=*/*.parquet")):
+            return f"select * from {empty}"  # noqa: S608 - names come from SCHEMAS
+        pattern = _quoted(f"{self.path}/{table}/release_id=*/*.parquet")
+        # hive_types: an id such as 20261129 must stay text. The union gives old files the new columns.
+        source = (
+            f"read_parquet({pattern}, union_by_name = true, hive_partitioning = true, "
+            "hive_types = {'release_id': 'VARCHAR'})"
+        )
+        columns = ", ".join(f'"{name}"' for name in SCHEMAS[table].names)
+        return f"select {columns} from (select * from {source} union all by name select * from {empty})"  # noqa: S608
+
+    def rows(self, sql: str, **parameters: Any) -> list[tuple[Any, ...]]:
+        """All rows of one SELECT; `$name` in it is filled from the parameter of that name."""
+        self._only_select(sql)
+        fetched: list[tuple[Any, ...]] = self._connection.execute(sql, parameters).fetchall()
+        return fetched
+
+    def frame(self, sql: str, **parameters: Any) -> pd.DataFrame:
+        """The result of one SELECT as a pandas frame; SQL null becomes NaN in numeric columns."""
+        self._only_select(sql)
+        result: pd.DataFrame = self._connection.execute(sql, parameters).df()
+        return result
+
+    def _only_select(self, sql: str) -> None:
+        kinds = [statement.type for statement in duckdb.extract_statements(sql)]
+        if kinds != [duckdb.StatementType.SELECT]:
+            raise ValueError(f"the lake is read only: one SELECT, not {[str(kind) for kind in kinds]}")
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> Lake:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

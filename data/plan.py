@@ -1,0 +1,95 @@
+"""A plan: how much evidence a release gathers, and the least that each gate accepts (data/plans/)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from attention.errors import UserError, nearest
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TrafficScale(_Section):
+    """How the traffic file is played: real lengths are too long for a demo on two cores."""
+
+    divide_lengths_by: int = Field(default=1, ge=1)
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    requests_per_s: float = Field(gt=0)  # mean arrival rate; the file's gaps are scaled to it
+    max_in_flight: int = Field(ge=1)
+
+
+class ReplayPlan(_Section):
+    seeds: int = Field(ge=1)  # tensor layer: seeds per case
+    max_kv_len: int = Field(ge=16)
+    model_prompts: int = Field(ge=1)
+    model_tokens: int = Field(ge=8)  # teacher-forced tokens a prompt
+    decode_tokens: int = Field(ge=1)  # of these, forced one by one through the KV cache
+    golden_prompts: int | None = None  # None: all
+    golden_max_tokens: int = 24
+    min_cases: int = Field(ge=1)
+    min_positions: int = Field(ge=1)
+    min_golden_passes: int = Field(ge=1)  # champion's successes, over all categories
+
+
+class BaselinePlan(_Section):
+    cells_per_family: int = Field(ge=1)  # heaviest traffic buckets measured, per prefill and decode
+    blocks: int = Field(ge=4)  # interleaved A/B/B/A blocks a cell
+    min_block_s: float = Field(gt=0)  # a block repeats the call until it lasts this long
+    max_kv_len: int = Field(ge=16)
+    min_weight: float = Field(ge=0, le=1)  # share of the traffic's work that the cells must cover
+
+
+class ShadowPlan(_Section):
+    requests: int = Field(ge=1)
+    fraction: float = Field(gt=0, le=1)
+    min_pairs: int = Field(ge=1)
+
+
+class CanaryPlan(_Section):
+    steps: tuple[int, ...]
+    min_candidate_requests: int = Field(ge=1)
+    window_requests: int = Field(ge=1)  # candidate requests a window
+    max_extensions: int = Field(ge=0)  # times an inconclusive step may gather as much again
+    hold_deadline_s: float = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _rising(self) -> CanaryPlan:
+        if list(self.steps) != sorted(set(self.steps)) or not self.steps or self.steps[-1] != 100:
+            raise ValueError(f"steps must rise and end at 100, not {list(self.steps)}")
+        return self
+
+
+class ExpandPlan(_Section):
+    requests: int = Field(ge=1)  # served by the candidate as the only backend, before the hand-over
+
+
+class Plan(_Section):
+    name: str
+    traffic: TrafficScale
+    replay: ReplayPlan
+    baseline: BaselinePlan
+    shadow: ShadowPlan
+    canary: CanaryPlan
+    expand: ExpandPlan
+
+
+def load_plan(name: str) -> Plan:
+    """A plan by name (data/plans/<name>.yaml) or by path. Raises UserError with what is wrong where."""
+    folder = Path(__file__).parent / "plans"
+    path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+    if not path.is_file():
+        raise UserError(
+            f"plan {name!r}: no file {path}; {nearest(name, (p.stem for p in folder.glob('*.yaml')))}"
+        )
+    try:
+        return Plan.model_validate(yaml.safe_load(path.read_text()))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{path}: {'.'.join(map(str, first['loc'])) or 'plan'}: {first['msg']}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,286 @@
+"""Traffic: read a file of recorded requests, scale it to what a machine can carry, weigh its shapes.
+
+The file is JSON Lines in OpenAI's batch form (`custom_id`, `method`, `url`, `body`) with four columns
+beside it: `t_s` (arrival, seconds), `session_id`, `category`, `language`. A line that cannot be used is
+counted with its number and the reason, and the rest goes on: no line vanishes silently.
+
+    traffic = read_traffic(path)
+    requests = scale(traffic, plan.traffic, tokenizer)
+    buckets = shape_weights(lengths(requests, tokenizer))
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from attention.cases import shape_bucket
+from data.jsonl import Rejected, read_jsonl
+from data.plan import TrafficScale
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+Family = Literal["prefill", "decode"]
+
+MIN_TOKENS = 8  # what scaling leaves of a message: below this a text says nothing
+MIN_OUTPUT = 2  # time per output token needs two tokens
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], /) -> str: ...
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None,
+        tokenize: bool,
+        add_generation_prompt: bool,
+    ) -> Any: ...
+
+
+class Message(BaseModel):
+    """One turn. Keys beyond these (`tool_calls`, `tool_call_id`, `name`) are kept as they came."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str = ""  # null beside tool_calls reads as ""; a list of text parts is joined
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        if value is None:
+            return ""
+        if not isinstance(value, list):
+            return value
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
+            raise ValueError("only text parts can be replayed")
+        return "".join(part["text"] for part in value)
+
+
+class RequestBody(BaseModel):
+    """What the client posts. Keys beyond these (`top_p`, `seed`, `stop`, ...) are kept as they came."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
+
+    model: str
+    messages: tuple[Message, ...] | None = None
+    prompt: str | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+    max_tokens: int = Field(ge=1, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
+    temperature: float = Field(default=0.0, ge=0)
+    stream: bool = False
+
+
+class TrafficRequest(BaseModel):
+    """One recorded request."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        validate_by_name=True,
+        validate_by_alias=True,
+    )
+
+    custom_id: str = Field(min_length=1)
+    method: Literal["POST"] = "POST"
+    endpoint: Endpoint = Field(alias="url")
+    body: RequestBody
+    t_s: float = Field(ge=0)  # arrival, seconds since the start of the file
+    session_id: str = Field(min_length=1)  # the turns of one conversation share it
+    category: str
+    language: str  # ISO 639-1
+
+    @model_validator(mode="after")
+    def _has_a_prompt(self) -> TrafficRequest:
+        wanted = "messages" if self.endpoint == "/v1/chat/completions" else "prompt"
+        if not getattr(self.body, wanted):
+            raise ValueError(f"body.{wanted} is missing or empty, and {self.endpoint} needs it")
+        return self
+
+    def payload(self) -> dict[str, Any]:
+        """The body as it goes over the wire."""
+        return self.body.model_dump(mode="json", exclude_none=True)
+
+    def render(self, tokenizer: Tokenizer) -> str:
+        """The text that the model reads: the prompt, or the messages through the chat template."""
+        if self.endpoint == "/v1/completions":
+            return self.body.prompt or ""
+        return _render(self.body.messages or (), self.body.tools, tokenizer)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    requests: list[TrafficRequest]  # in order of arrival
+    rejected: list[Rejected]  # in order of the file
+
+
+@dataclass(frozen=True)
+class RequestLength:
+    """Tokens of one request; `output_tokens` is its limit, which an early end may undercut."""
+
+    custom_id: str
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Share of a family's attention work in one range of KV lengths."""
+
+    family: Family
+    kv_len: int  # upper end of the range, a power of two
+    shape_bucket: str  # as attention.cases.shape_bucket spells it
+    weight: float  # 0..1; the buckets of a family sum to 1
+
+
+def read_traffic(path: Path) -> Traffic:
+    """Requests of a traffic file in order of arrival, and the lines that could not be used.
+
+    Raises UserError when the file cannot be read or holds no usable line.
+    """
+    requests, rejected = read_jsonl(path, TrafficRequest, lambda request: request.custom_id, "traffic")
+    return Traffic(sorted(requests, key=lambda request: request.t_s), rejected)
+
+
+def scale(traffic: Traffic, plan: TrafficScale, tokenizer: Tokenizer) -> list[TrafficRequest]:
+    """The traffic as the plan plays it: lengths divided, output capped, arrivals at the plan's mean rate.
+
+    A prompt is cut in tokens, template included, to `length / divide_lengths_by`: the earliest turns go
+    first, then every text that is left is shortened in proportion, to no fewer than 8 tokens. The last
+    turn and a plain prompt keep their ends (the question stands there), all else its head.
+    """
+    arrivals = _rescale([request.t_s for request in traffic.requests], plan.requests_per_s)
+    return [
+        request.model_copy(update={"body": _shrink(request, plan, tokenizer), "t_s": t_s})
+        for request, t_s in zip(traffic.requests, arrivals, strict=True)
+    ]
+
+
+def _rescale(arrivals: Sequence[float], requests_per_s: float) -> list[float]:
+    """Arrivals from 0 on with the same pattern of gaps; evenly spread if the file has no gaps."""
+    span = arrivals[-1] - arrivals[0]
+    if span == 0:
+        return [index / requests_per_s for index in range(len(arrivals))]
+    factor = (len(arrivals) - 1) / requests_per_s / span
+    return [(t_s - arrivals[0]) * factor for t_s in arrivals]
+
+
+def _shrink(request: TrafficRequest, plan: TrafficScale, tokenizer: Tokenizer) -> RequestBody:
+    body, divisor = request.body, plan.divide_lengths_by
+    max_tokens = max(MIN_OUTPUT, body.max_tokens // divisor) if divisor > 1 else body.max_tokens
+    if plan.max_output_tokens is not None:
+        max_tokens = min(max_tokens, plan.max_output_tokens)
+    changed: dict[str, Any] = {"max_tokens": max_tokens}
+    if divisor > 1:
+        budget = max(MIN_TOKENS, _count(request.render(tokenizer), tokenizer) // divisor)
+        if request.endpoint == "/v1/completions":
+            changed["prompt"] = _cut(body.prompt or "", budget, "tail", tokenizer)
+        else:
+            changed["messages"] = _shrink_chat(body, budget, tokenizer)
+    return body.model_copy(update=changed)
+
+
+def _shrink_chat(body: RequestBody, budget: int, tokenizer: Tokenizer) -> tuple[Message, ...]:
+    for kept in _shortened(body.messages or ()):
+        bare = [message.model_copy(update={"content": ""}) for message in kept]
+        room = budget - _count(_render(bare, body.tools, tokenizer), tokenizer)
+        if room >= MIN_TOKENS * len(kept):
+            break
+    counts = [_count(message.content, tokenizer) for message in kept]
+    quotas = _share_out(counts, room)
+    return tuple(
+        message.model_copy(
+            update={
+                "content": _cut(message.content, quota, "tail" if message is kept[-1] else "head", tokenizer)
+            }
+        )
+        for message, quota in zip(kept, quotas, strict=True)
+    )
+
+
+def _shortened(messages: Sequence[Message]) -> list[list[Message]]:
+    """The conversation without its first 0, 1, 2, ... turns; it always opens with a user after the system."""
+    head = [message for message in messages if message.role in ("system", "developer")]
+    turns = [message for message in messages if message.role not in ("system", "developer")]
+    starts = [index for index, message in enumerate(turns) if message.role == "user"]
+    return [head + turns[start:] for start in starts] or [list(messages)]
+
+
+def _share_out(counts: Sequence[int], room: int) -> list[int]:
+    """Tokens for each text: its least, then what is left of `room` in proportion to what it lacks."""
+    least = [min(MIN_TOKENS, count) for count in counts]
+    lacking = [count - low for count, low in zip(counts, least, strict=True)]
+    spare = min(max(0, room - sum(least)), sum(lacking))
+    return [
+        low + (spare * lack // sum(lacking) if lack else 0) for low, lack in zip(least, lacking, strict=True)
+    ]
+
+
+def _cut(text: str, num_tokens: int, keep: Literal["head", "tail"], tokenizer: Tokenizer) -> str:
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    if len(ids) <= num_tokens:
+        return text
+    part = ids[:num_tokens] if keep == "head" else ids[-num_tokens:]
+    return tokenizer.decode(part).strip("\N{REPLACEMENT CHARACTER}")  # half a character at the cut
+
+
+def _render(
+    messages: Sequence[Message], tools: tuple[dict[str, Any], ...] | None, tokenizer: Tokenizer
+) -> str:
+    return str(
+        tokenizer.apply_chat_template(
+            [message.model_dump(exclude_none=True) for message in messages],
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+    )
+
+
+def _count(text: str, tokenizer: Tokenizer) -> int:
+    return len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def lengths(requests: Sequence[TrafficRequest], tokenizer: Tokenizer) -> list[RequestLength]:
+    """Tokens of every request: its rendered prompt, and its output limit."""
+    return [
+        RequestLength(r.custom_id, _count(r.render(tokenizer), tokenizer), r.body.max_tokens)
+        for r in requests
+    ]
+
+
+def shape_weights(measured: Sequence[RequestLength]) -> list[Bucket]:
+    """Where the attention work of this traffic lies, heaviest bucket of a family first.
+
+    A prefill of n tokens weighs n^2 (causal query-key pairs, up to a constant). A decode step weighs 1
+    and belongs to the KV length that it sees: prompt + 1 for the first, since the prefill itself gives the
+    first output token.
+    """
+    work: dict[tuple[Family, int], float] = defaultdict(float)
+    for one in measured:
+        work["prefill", _bucket_end(one.prompt_tokens)] += one.prompt_tokens**2
+        for kv_len in range(one.prompt_tokens + 1, one.prompt_tokens + one.output_tokens):
+            work["decode", _bucket_end(kv_len)] += 1
+    total = {family: sum(w for (f, _), w in work.items() if f == family) for family, _ in work}
+    buckets = [
+        Bucket(family, kv_len, shape_bucket(family, kv_len), weight / total[family])
+        for (family, kv_len), weight in work.items()
+    ]
+    return sorted(buckets, key=lambda b: (b.family != "prefill", -b.weight, b.kv_len))
+
+
+def _bucket_end(kv_len: int) -> int:
+    """Upper end of the bucket that `shape_bucket` puts a KV length in."""
+    return int(shape_bucket("decode", kv_len).rpartition("=")[2])
