@@ -61,22 +61,16 @@ def _parser() -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=help_text, description=help_text)
         sub.set_defaults(run=run)
         if job:
-            sub.add_argument(
-                "--job", type=Path, help="job file (JSON, attention/job.py); replaces the other flags"
-            )
+            sub.add_argument("--job", type=Path, help="job file (JSON, attention/job.py); replaces the other flags")
             sub.add_argument("--out", type=Path, help="folder for result.json and recordings")
         if setup:
-            sub.add_argument(
-                "--model", type=Path, default=DEFAULT_MODEL, help="folder of a transformers causal LM"
-            )
+            sub.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder of a transformers causal LM")
             sub.add_argument("--policy", type=Path, default=DEFAULT_POLICY, help="attention policy (YAML)")
             sub.add_argument("--device", default="cpu", help="cpu or cuda")
             sub.add_argument("--json", action="store_true", help="one JSON document on stdout")
         return sub
 
-    fingerprint = verb(
-        "fingerprint", "what decides which kernel runs, as an id", _fingerprint, job=True, setup=True
-    )
+    fingerprint = verb("fingerprint", "what decides which kernel runs, as an id", _fingerprint, job=True, setup=True)
     fingerprint.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="two fingerprint files")
     matrix = verb("matrix", "the declared compatibility matrix", _matrix)
     matrix.add_argument("--json", action="store_true", help="one JSON document on stdout")
@@ -104,9 +98,7 @@ def _setup(args: argparse.Namespace) -> Setup:
     return Setup(model=args.model, policy=args.policy, device=args.device)
 
 
-def _rows(
-    evidence: Evidence, table: str, rows: list[dict[str, Any]], fingerprint_id: str, model: str
-) -> None:
+def _rows(evidence: Evidence, table: str, rows: list[dict[str, Any]], fingerprint_id: str, model: str) -> None:
     from attention.fingerprint import node
     from attention.schemas import write_rows
 
@@ -191,15 +183,14 @@ def _matrix(args: argparse.Namespace) -> int:
         print(f"{backend:24} {', '.join(sorted(platforms)) or 'unknown (no declared rules)'}")
         for platform, sheet in sorted(platforms.items()):
             for rule in sheet.rules:
-                print(
-                    f"    {platform:5} {rule.dimension:20} {rule.allowed_text():32} {rule.code}  [{rule.source}]"
-                )
+                print(f"    {platform:5} {rule.dimension:20} {rule.allowed_text():32} {rule.code}  [{rule.source}]")
     return 0
 
 
 def _resolve(args: argparse.Namespace) -> int:
     from attention.matrix import declared_reasons
-    from attention.model import resolve_dtype, specs_of
+    from attention.model import specs_of
+    from attention.model_config import resolve_dtype
     from attention.policy import load_policy, resolve
     from attention.probe import probes_of
 
@@ -208,15 +199,12 @@ def _resolve(args: argparse.Namespace) -> int:
     spec = specs_of(args.model, dtype)[0]
     cases = {p.case.phase: p.case for p in probes_of(spec, dtype, 16) if p.required}
     found = [
-        resolve(policy, case, lambda name, c: declared_reasons(name, c, device=args.device))
-        for case in cases.values()
+        resolve(policy, case, lambda name, c: declared_reasons(name, c, device=args.device)) for case in cases.values()
     ]
     if args.json:
         print(json.dumps([r.model_dump(mode="json") for r in found], indent=1))
     for resolution in [] if args.json else found:
-        print(
-            f"{resolution.phase}: requested {resolution.requested}, chain {' > '.join(resolution.chain) or 'none'}"
-        )
+        print(f"{resolution.phase}: requested {resolution.requested}, chain {' > '.join(resolution.chain) or 'none'}")
         for line in resolution.explain().splitlines():
             print(f"    left out  {line}")
     return 0 if all(r.chain for r in found) else 1
@@ -269,18 +257,14 @@ def _probe(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    kinds: dict[str, type[Any]] = {
-        "tensor": TensorReplayJob,
-        "model": ModelReplayJob,
-        "business": BusinessReplayJob,
-    }
     if args.job is None or args.out is None:
         raise UserError("replay needs --job FILE and --out DIR")
-    layer: Literal["tensor", "model", "business"] = read_job(args.job, _Layer).layer
-    job = read_job(args.job, kinds[layer])
-    return {"tensor": _replay_tensor, "model": _replay_model, "business": _replay_business}[layer](
-        job, args.out
-    )
+    layer = read_job(args.job, _Layer).layer
+    if layer == "tensor":
+        return _replay_tensor(read_job(args.job, TensorReplayJob), args.out)
+    if layer == "model":
+        return _replay_model(read_job(args.job, ModelReplayJob), args.out)
+    return _replay_business(read_job(args.job, BusinessReplayJob), args.out)
 
 
 class _Layer(BaseModel):
@@ -305,9 +289,7 @@ def _replay_tensor(job: TensorReplayJob, out: Path) -> int:
         )
     )
     _rows(job.evidence, "tensor_replay", rows, found.id, found.identity.model_id)
-    write_result(
-        out, {"fingerprint_id": found.id, "cases": len(rows), "errors": sum("error" in r for r in rows)}
-    )
+    write_result(out, {"fingerprint_id": found.id, "cases": len(rows), "errors": sum("error" in r for r in rows)})
     return 0
 
 

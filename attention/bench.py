@@ -14,28 +14,18 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from attention import confirm
 from attention.backends import create
 from attention.cases import AttentionCase
 from attention.dispatch import Dispatcher
-from attention.job import BenchJob
+from attention.job import BenchCommand, BenchJob
 from attention.model import Chunk, Runner
 from attention.replay.problems import spec_of
-
-
-class Command(BaseModel):
-    """One request of the caller: time `case` for at least `min_s`, as attention or as a model step."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    metric: Literal["kernel_s", "ttft_s", "tpot_s"]
-    case: AttentionCase
-    min_s: float
 
 
 class Sample(BaseModel):
@@ -57,7 +47,7 @@ class Bench:
         self._runner = runner
         self._calls: dict[tuple[str, str], tuple[Callable[[], Any], str, float]] = {}
 
-    def run(self, command: Command) -> Sample:
+    def run(self, command: BenchCommand) -> Sample:
         key = (command.metric, command.case.case_id)
         first = None
         if key not in self._calls:
@@ -77,13 +67,13 @@ class Bench:
             if elapsed >= command.min_s:
                 return Sample(seconds=elapsed / calls, calls=calls, confirmed=confirmed, first_call_s=first)
 
-    def _watched(self, call: Callable[[], Any], command: Command) -> tuple[Any, str]:
+    def _watched(self, call: Callable[[], Any], command: BenchCommand) -> tuple[Any, str]:
         if command.metric == "kernel_s":
             return confirm.watch(call, device=self._device)
         call()
         return None, self._dispatcher.confirmed[command.case.phase]
 
-    def _build(self, command: Command) -> Callable[[], Any]:
+    def _build(self, command: BenchCommand) -> Callable[[], Any]:
         if command.metric == "kernel_s":
             return self._attention(command.case)
         if self._runner is None:
@@ -101,9 +91,7 @@ class Bench:
         for count in pages_of:
             tables.append(tuple(order[used : used + count]))
             used += count
-        batch = Batch(
-            tuple(m.q_len for m in case.members), tuple(m.kv_len for m in case.members), tuple(tables), page
-        )
+        batch = Batch(tuple(m.q_len for m in case.members), tuple(m.kv_len for m in case.members), tuple(tables), page)
         shape = (len(order), page, spec.heads_kv)
         q = torch.randn(sum(batch.q_lens), spec.heads_q, spec.head_dim_qk).to(spec.dtype).to(self._device)
         k = torch.randn(*shape, spec.head_dim_qk).to(spec.dtype).to(self._device)
@@ -142,7 +130,7 @@ def serve(job: BenchJob, source: IO[str], sink: IO[str]) -> None:
     print(json.dumps({"ready": True, "resolved": dispatcher.resolved}), file=sink, flush=True)
     for line in source:
         try:
-            answer = bench.run(Command.model_validate_json(line))
+            answer = bench.run(BenchCommand.model_validate_json(line))
         except (ValidationError, ValueError, RuntimeError) as error:
             text = f"{type(error).__name__}: {error}"[:500]
             answer = Sample(seconds=float("nan"), calls=0, confirmed="", error=text)

@@ -133,9 +133,7 @@ class Dispatcher:
                 found = one
             else:
                 chain = tuple(name for name in found.chain if name in one.chain)
-                found = found.model_copy(
-                    update={"chain": chain, "excluded": {**one.excluded, **found.excluded}}
-                )
+                found = found.model_copy(update={"chain": chain, "excluded": {**one.excluded, **found.excluded}})
         if found is None:
             raise ValueError("a dispatcher needs at least one layer")
         return found
@@ -192,17 +190,13 @@ class Dispatcher:
                 "request_fallback", phase, decision.requested, name, decision.excluded[decision.requested]
             )
             if not self.policy.allow_runtime_fallback:
-                raise UserError(
-                    f"the policy forbids request-level fallback for {bucket}:\n{decision.explain()}"
-                )
+                raise UserError(f"the policy forbids request-level fallback for {bucket}:\n{decision.explain()}")
             self._on_event(fallback)
         confirmed, _ = self._confirmed.get((phase, bucket, name), ("unconfirmed(nothing ran)", 0.0))
         run = PhaseRun(phase, bucket, decision.requested, name, confirmed, len(batch.q_lens), fallback)
         return _Group(run, batch, rows, self._backend(name))
 
-    def run(
-        self, layer: int, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor
-    ) -> torch.Tensor:
+    def run(self, layer: int, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor) -> torch.Tensor:
         """Attention of one layer of the planned step: [T, H, D_vo]."""
         spec = self.specs[layer]
         if len(self._groups) == 1:
@@ -245,9 +239,7 @@ class Dispatcher:
     ) -> torch.Tensor:
         key = (run.phase, run.bucket, run.resolved)
         started = time.perf_counter()
-        (out_THD, _), confirmed = confirm.watch(
-            lambda: planned.run(q_THD, k_NPGD, v_NPGD), device=self.device
-        )
+        (out_THD, _), confirmed = confirm.watch(lambda: planned.run(q_THD, k_NPGD, v_NPGD), device=self.device)
         if key not in self._confirmed:
             run.first_call_seconds = time.perf_counter() - started
         self._confirmed[key] = (confirmed, time.monotonic())

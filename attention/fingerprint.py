@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from attention.distributions import installed
 from attention.policy import Policy
 
 #: Variables that change which kernel runs or how; values of others are never read.
@@ -105,7 +106,8 @@ def fingerprint(
     attestation: dict[str, Any] | None = None,
 ) -> Fingerprint:
     """Fingerprint of this process serving that model under that policy."""
-    from attention.model import read_config, specs_of
+    from attention.model import specs_of
+    from attention.model_config import read_config
 
     config, spec = read_config(model_path), specs_of(model_path, dtype)
     first = spec[0]
@@ -143,7 +145,7 @@ def fingerprint(
         engine_limits=engine_limits or {},
         num_threads=torch.get_num_threads(),
         fault=fault,
-        distributions=_distributions(),
+        distributions=installed(),
         switches={
             "flash_sdp": torch.backends.cuda.flash_sdp_enabled(),
             "mem_efficient_sdp": torch.backends.cuda.mem_efficient_sdp_enabled(),
@@ -194,19 +196,6 @@ def _version(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "source"
-
-
-@cache
-def _distributions() -> dict[str, str]:
-    """Every installed distribution by version and RECORD hash: an edited wheel changes the id."""
-    found = {}
-    for dist in importlib.metadata.distributions():
-        name = str(dist.metadata["Name"]).lower().replace("_", "-")
-        record = dist.read_text("RECORD") or ""
-        # Byte code is written on first import; it must not change the id.
-        lines = sorted(line for line in record.splitlines() if "__pycache__" not in line)
-        found[name] = f"{dist.version}+{hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:12]}"
-    return dict(sorted(found.items()))
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from attention.cases import AttentionCase
 from attention.errors import UserError
 
 
@@ -120,6 +121,14 @@ class BenchJob(_Strict):
     verb: Literal["bench"] = "bench"
     setup: Setup
     with_model: bool = False
+
+
+class BenchCommand(_Strict):
+    """One request of the caller: time `case` for at least `min_s`, as attention or as a model step."""
+
+    metric: Literal["kernel_s", "ttft_s", "tpot_s"]
+    case: AttentionCase
+    min_s: float
 
 
 JobT = TypeVar("JobT", bound=BaseModel)

@@ -12,7 +12,6 @@ that goes through the interface works; it writes K and V into the pages, then as
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +27,10 @@ from attention.backends.base import AttentionSpec, Batch
 from attention.cases import window_of_hf
 from attention.dispatch import Dispatcher
 from attention.errors import UserError
+from attention.model_config import DTYPES as DTYPE_NAMES
+from attention.model_config import read_config, resolve_dtype
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 
 class OutOfPages(RuntimeError):
@@ -66,40 +67,13 @@ class PagePool:
         self._free.extend(reversed(pages))
 
 
-def resolve_dtype(dtype: str, device: str) -> str:
-    """`auto` is float32 on the CPU, where few processors multiply bfloat16 natively, else bfloat16."""
-    if dtype == "auto":
-        return "float32" if device == "cpu" else "bfloat16"
-    if dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r}: known are auto, {', '.join(DTYPES)}")
-    return dtype
-
-
-def read_config(model_path: Path) -> dict[str, Any]:
-    """config.json of a model folder. UserError when it is no transformers causal LM folder."""
-    path = model_path / "config.json"
-    if not path.is_file():
-        raise UserError(
-            f"model {model_path}: no config.json there; name a folder with a transformers causal LM"
-        )
-    try:
-        config: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not JSON ({error}): fetch the model again") from error
-    return config
-
-
 def specs_of(model_path: Path, dtype: str) -> list[AttentionSpec]:
     """One AttentionSpec a layer, read from config.json without loading weights."""
     config = read_config(model_path)
     try:
-        heads, layers, hidden = (
-            int(config[k]) for k in ("num_attention_heads", "num_hidden_layers", "hidden_size")
-        )
+        heads, layers, hidden = (int(config[k]) for k in ("num_attention_heads", "num_hidden_layers", "hidden_size"))
     except KeyError as error:
-        raise UserError(
-            f"model {model_path}: config.json has no {error}: only decoder-only causal LMs work"
-        ) from error
+        raise UserError(f"model {model_path}: config.json has no {error}: only decoder-only causal LMs work") from error
     head_dim = int(config.get("head_dim") or hidden // heads)
     scalar = config.get("query_pre_attn_scalar")
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None

@@ -6,7 +6,7 @@ matrix and the probes allow, and for each one left out, all its reasons.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -116,8 +116,7 @@ class Resolution(BaseModel):
     def explain(self) -> str:
         """One line a backend left out, all its reasons."""
         return "\n".join(
-            f"{name}: " + "; ".join(str(reason) for reason in reasons)
-            for name, reasons in self.excluded.items()
+            f"{name}: " + "; ".join(str(reason) for reason in reasons) for name, reasons in self.excluded.items()
         )
 
 
@@ -149,7 +148,7 @@ def resolve(
     return Resolution(phase=case.phase, requested=preferred[0], chain=tuple(chain), excluded=excluded)
 
 
-def _closed(name: str, features: list[str]) -> Reason:
+def _closed(name: str, features: Sequence[str]) -> Reason:
     return Reason(
         code=Code.POLICY_EXCLUDED,
         dimension="features",
@@ -167,9 +166,7 @@ class _File(_Strict):
 def load_policy(path: Path) -> Policy:
     """The policy of a YAML file. UserError names the file, the key and what is wrong with it."""
     if not path.is_file():
-        near = (
-            nearest(path.name, (p.name for p in path.parent.glob("*.yaml"))) if path.parent.is_dir() else ""
-        )
+        near = nearest(path.name, (p.name for p in path.parent.glob("*.yaml"))) if path.parent.is_dir() else ""
         raise UserError(f"policy {path}: no such file; {near}".rstrip("; "))
     try:
         return _File.model_validate(yaml.safe_load(path.read_text())).attention_policy

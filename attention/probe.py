@@ -93,13 +93,12 @@ def probes_of(spec: AttentionSpec, dtype: str, page_size: int) -> list[Probe]:
         return AttentionCase(
             phase=phase,
             batch=batch,
-            dtype=dtype,  # type: ignore[arg-type]
+            dtype=dtype,
             page_size=page_size,
             execution=execution,
             **{**fields, **changes},
         )
 
-    mqa = {"heads_q": spec.heads_q, "heads_kv": 1}
     feature = "sliding_window" if spec.window != (None, None) else "softcap" if spec.softcap else "causal"
     return [
         Probe(name="short_prefill", feature="prefill", case=case("prefill", "q16")),
@@ -112,11 +111,9 @@ def probes_of(spec: AttentionSpec, dtype: str, page_size: int) -> list[Probe]:
             case=case("decode", "q1s64", head_dim_qk=256, head_dim_vo=256),
             required=False,
         ),
-        Probe(name="gqa_mqa", feature="gqa", case=case("prefill", "q33", **mqa), required=False),
+        Probe(name="gqa_mqa", feature="gqa", case=case("prefill", "q33", heads_kv=1), required=False),
         Probe(name="model_mask", feature=feature, case=case("extend", "q31s160")),
-        Probe(
-            name="paged_kv", feature="paged_kv", case=case("decode", f"q1s{page_size}_q1s{5 * page_size + 1}")
-        ),
+        Probe(name="paged_kv", feature="paged_kv", case=case("decode", f"q1s{page_size}_q1s{5 * page_size + 1}")),
         Probe(
             name="graph_or_compile",
             feature="cuda_graph",
@@ -297,9 +294,7 @@ def _worker_run(task: WorkerTask, timeout_s: float) -> tuple[list[ProbeResult], 
 
 
 def _lost(backend: str, probe: Probe, why: tuple[Code, str]) -> ProbeResult:
-    reason = Reason(
-        code=why[0], dimension="process", observed="died", allowed="alive", source="probe", message=why[1]
-    )
+    reason = Reason(code=why[0], dimension="process", observed="died", allowed="alive", source="probe", message=why[1])
     return ProbeResult(
         backend=backend,
         probe=probe.name,

@@ -16,7 +16,8 @@ from attention.dispatch import Dispatcher, FallbackEvent
 from attention.faults import WRONG_SCALE, check_fault
 from attention.fingerprint import Fingerprint, fingerprint
 from attention.job import Setup
-from attention.model import resolve_dtype, specs_of
+from attention.model import specs_of
+from attention.model_config import resolve_dtype
 from attention.policy import Policy, load_policy
 from attention.probe import ProbeResult, failed_reasons, probe_all, probes_of
 

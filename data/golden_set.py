@@ -104,9 +104,7 @@ class Refusal(_Strict):
     expected: bool
 
 
-Grader = Annotated[
-    Exact | OneOf | Contains | Regex | JsonSchema | ToolCall | Refusal, Field(discriminator="kind")
-]
+Grader = Annotated[Exact | OneOf | Contains | Regex | JsonSchema | ToolCall | Refusal, Field(discriminator="kind")]
 
 
 class GoldenPrompt(_Strict):

@@ -22,9 +22,7 @@ class Rejected:
     reason: str
 
 
-def read_jsonl(
-    path: Path, model: type[T], key: Callable[[T], str], what: str
-) -> tuple[list[T], list[Rejected]]:
+def read_jsonl(path: Path, model: type[T], key: Callable[[T], str], what: str) -> tuple[list[T], list[Rejected]]:
     """Items of the file in its order, and the lines left out; an item whose `key` was used before is one.
 
     Raises UserError, which opens with `what`, when the file cannot be read or holds no usable line.

@@ -9,10 +9,15 @@ counts none. DuckDB may read this folder and nothing else, and it never fetches 
 
 `strict_max(x)`, `strict_min(x)` and `strict_avg(x)` are null as soon as one row lacks x; DuckDB's own
 aggregates skip nulls, which would let a figure that was never measured pass. NaN stays NaN in all.
+
+Every file costs about a millisecond a query. Where instances write a file each half second, pass
+`wanted` to leave out files that cannot matter, and `keep` the rows that several queries need.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -32,13 +37,15 @@ create macro strict_avg(x) as case when count(x) = count(*) then avg(x) end;
 
 
 class Lake:
-    """A snapshot of which tables have files; open a new one to see tables that appeared since.
+    """The lake as it is when a table is first named; open a new one to see files that came later.
 
-    Files that are added to a table which already had some are seen by the next query.
+    `wanted(table, file)` says which files to read; default: all.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, wanted: Callable[[str, Path], bool] | None = None) -> None:
         self.path = path.resolve()
+        self._wanted = wanted or (lambda table, file: True)
+        self._viewed: set[str] = set()
         # Extensions would be downloaded from the network on first use.
         config = {
             "autoinstall_known_extensions": "false",
@@ -50,41 +57,48 @@ class Lake:
         self._connection.execute(f"set allowed_directories = [{_quoted(str(self.path) + '/')}]")
         self._connection.execute("set enable_external_access = false")
         self._connection.execute(_MACROS)
-        for table in SCHEMAS:
-            self._connection.execute(f"create view {table} as {self._select(table)}")
         self._connection.execute("set lock_configuration = true")
-
-    def _select(self, table: str) -> str:
-        """The table's columns in the schema's order, from its files if it has any."""
-        empty = f"_empty_{table}"
-        self._connection.register(empty, SCHEMAS[table].empty_table())
-        if not any((self.path / table).glob("release_id=*/*.parquet")):
-            return f"select * from {empty}"  # noqa: S608 - names come from SCHEMAS
-        pattern = _quoted(f"{self.path}/{table}/release_id=*/*.parquet")
-        # hive_types: an id such as 20261129 must stay text. The union gives old files the new columns.
-        source = (
-            f"read_parquet({pattern}, union_by_name = true, hive_partitioning = true, "
-            "hive_types = {'release_id': 'VARCHAR'})"
-        )
-        columns = ", ".join(f'"{name}"' for name in SCHEMAS[table].names)
-        return f"select {columns} from (select * from {source} union all by name select * from {empty})"  # noqa: S608
 
     def rows(self, sql: str, **parameters: Any) -> list[tuple[Any, ...]]:
         """All rows of one SELECT; `$name` in it is filled from the parameter of that name."""
-        self._only_select(sql)
+        self._prepare(sql)
         fetched: list[tuple[Any, ...]] = self._connection.execute(sql, parameters).fetchall()
         return fetched
 
     def frame(self, sql: str, **parameters: Any) -> pd.DataFrame:
         """The result of one SELECT as a pandas frame; SQL null becomes NaN in numeric columns."""
-        self._only_select(sql)
+        self._prepare(sql)
         result: pd.DataFrame = self._connection.execute(sql, parameters).df()
         return result
 
-    def _only_select(self, sql: str) -> None:
+    def keep(self, name: str, sql: str, **parameters: Any) -> None:
+        """Keep the result of one SELECT in memory as table `name`, for queries that follow."""
+        self._prepare(sql)
+        self._connection.execute(f"create temp table {name} as {sql}", parameters)
+
+    def _prepare(self, sql: str) -> None:
         kinds = [statement.type for statement in duckdb.extract_statements(sql)]
         if kinds != [duckdb.StatementType.SELECT]:
             raise ValueError(f"the lake is read only: one SELECT, not {[str(kind) for kind in kinds]}")
+        for table in SCHEMAS.keys() - self._viewed:
+            if re.search(rf"\b{table}\b", sql):
+                self._connection.execute(f"create view {table} as {self._select(table)}")
+                self._viewed.add(table)
+
+    def _select(self, table: str) -> str:
+        """The table's columns in the schema's order, from its files if it has any."""
+        empty = f"_empty_{table}"
+        self._connection.register(empty, SCHEMAS[table].empty_table())
+        files = sorted(f for f in (self.path / table).glob("release_id=*/*.parquet") if self._wanted(table, f))
+        if not files:
+            return f"select * from {empty}"  # noqa: S608 - names come from SCHEMAS
+        # hive_types: an id such as 20261129 must stay text. The union gives old files the new columns.
+        source = (
+            f"read_parquet([{', '.join(_quoted(str(file)) for file in files)}], union_by_name = true, "
+            "hive_partitioning = true, hive_types = {'release_id': 'VARCHAR'})"
+        )
+        columns = ", ".join(f'"{name}"' for name in SCHEMAS[table].names)
+        return f"select {columns} from (select * from {source} union all by name select * from {empty})"  # noqa: S608
 
     def close(self) -> None:
         self._connection.close()

@@ -183,31 +183,33 @@ def _shrink(request: TrafficRequest, plan: TrafficScale, tokenizer: Tokenizer) -
     if plan.max_output_tokens is not None:
         max_tokens = min(max_tokens, plan.max_output_tokens)
     changed: dict[str, Any] = {"max_tokens": max_tokens}
-    if divisor > 1:
-        budget = max(MIN_TOKENS, _count(request.render(tokenizer), tokenizer) // divisor)
-        if request.endpoint == "/v1/completions":
-            changed["prompt"] = _cut(body.prompt or "", budget, "tail", tokenizer)
-        else:
-            changed["messages"] = _shrink_chat(body, budget, tokenizer)
+    if divisor > 1 and request.endpoint == "/v1/completions":
+        ids = _encode(body.prompt or "", tokenizer)
+        changed["prompt"] = _cut(body.prompt or "", ids, max(MIN_TOKENS, len(ids) // divisor), "tail", tokenizer)
+    elif divisor > 1:
+        changed["messages"] = _shrink_chat(body, divisor, tokenizer)
     return body.model_copy(update=changed)
 
 
-def _shrink_chat(body: RequestBody, budget: int, tokenizer: Tokenizer) -> tuple[Message, ...]:
-    for kept in _shortened(body.messages or ()):
-        bare = [message.model_copy(update={"content": ""}) for message in kept]
-        room = budget - _count(_render(bare, body.tools, tokenizer), tokenizer)
+def _shrink_chat(body: RequestBody, divisor: int, tokenizer: Tokenizer) -> tuple[Message, ...]:
+    messages = body.messages or ()
+    ids = {id(message): _encode(message.content, tokenizer) for message in messages}
+    budget = (_num_template_tokens(messages, body.tools, tokenizer) + sum(map(len, ids.values()))) // divisor
+    for kept in _shortened(messages):
+        room = budget - _num_template_tokens(kept, body.tools, tokenizer)
         if room >= MIN_TOKENS * len(kept):
             break
-    counts = [_count(message.content, tokenizer) for message in kept]
-    quotas = _share_out(counts, room)
+    quotas = _share_out([len(ids[id(message)]) for message in kept], room)
     return tuple(
-        message.model_copy(
-            update={
-                "content": _cut(message.content, quota, "tail" if message is kept[-1] else "head", tokenizer)
-            }
-        )
+        _cut_message(message, ids[id(message)], quota, "tail" if message is kept[-1] else "head", tokenizer)
         for message, quota in zip(kept, quotas, strict=True)
     )
+
+
+def _cut_message(
+    message: Message, ids: list[int], quota: int, keep: Literal["head", "tail"], tokenizer: Tokenizer
+) -> Message:
+    return message.model_copy(update={"content": _cut(message.content, ids, quota, keep, tokenizer)})
 
 
 def _shortened(messages: Sequence[Message]) -> list[list[Message]]:
@@ -223,22 +225,26 @@ def _share_out(counts: Sequence[int], room: int) -> list[int]:
     least = [min(MIN_TOKENS, count) for count in counts]
     lacking = [count - low for count, low in zip(counts, least, strict=True)]
     spare = min(max(0, room - sum(least)), sum(lacking))
-    return [
-        low + (spare * lack // sum(lacking) if lack else 0) for low, lack in zip(least, lacking, strict=True)
-    ]
+    return [low + (spare * lack // sum(lacking) if lack else 0) for low, lack in zip(least, lacking, strict=True)]
 
 
-def _cut(text: str, num_tokens: int, keep: Literal["head", "tail"], tokenizer: Tokenizer) -> str:
-    ids = list(tokenizer.encode(text, add_special_tokens=False))
+def _cut(text: str, ids: list[int], num_tokens: int, keep: Literal["head", "tail"], tokenizer: Tokenizer) -> str:
+    """The first or last tokens of a text whose token ids are `ids`; the text itself if it is short enough."""
     if len(ids) <= num_tokens:
         return text
     part = ids[:num_tokens] if keep == "head" else ids[-num_tokens:]
     return tokenizer.decode(part).strip("\N{REPLACEMENT CHARACTER}")  # half a character at the cut
 
 
-def _render(
+def _num_template_tokens(
     messages: Sequence[Message], tools: tuple[dict[str, Any], ...] | None, tokenizer: Tokenizer
-) -> str:
+) -> int:
+    """What the chat template adds around the texts."""
+    bare = [message.model_copy(update={"content": ""}) for message in messages]
+    return len(_encode(_render(bare, tools, tokenizer), tokenizer))
+
+
+def _render(messages: Sequence[Message], tools: tuple[dict[str, Any], ...] | None, tokenizer: Tokenizer) -> str:
     return str(
         tokenizer.apply_chat_template(
             [message.model_dump(exclude_none=True) for message in messages],
@@ -249,15 +255,14 @@ def _render(
     )
 
 
-def _count(text: str, tokenizer: Tokenizer) -> int:
-    return len(tokenizer.encode(text, add_special_tokens=False))
+def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def lengths(requests: Sequence[TrafficRequest], tokenizer: Tokenizer) -> list[RequestLength]:
     """Tokens of every request: its rendered prompt, and its output limit."""
     return [
-        RequestLength(r.custom_id, _count(r.render(tokenizer), tokenizer), r.body.max_tokens)
-        for r in requests
+        RequestLength(r.custom_id, len(_encode(r.render(tokenizer), tokenizer)), r.body.max_tokens) for r in requests
     ]
 
 

@@ -34,9 +34,7 @@ class Batch:
             raise ValueError("q_lens, kv_lens and block_tables must have one entry a member")
         for i, (kv_len, table) in enumerate(zip(self.kv_lens, self.block_tables, strict=True)):
             if len(table) * self.page_size < kv_len:
-                raise ValueError(
-                    f"member {i}: {len(table)} pages of {self.page_size} cannot hold {kv_len} keys"
-                )
+                raise ValueError(f"member {i}: {len(table)} pages of {self.page_size} cannot hold {kv_len} keys")
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ def case_of(batch: Batch, spec: AttentionSpec) -> AttentionCase:
         heads_kv=spec.heads_kv,
         head_dim_qk=spec.head_dim_qk,
         head_dim_vo=spec.head_dim_vo,
-        dtype=str(spec.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        dtype=str(spec.dtype).removeprefix("torch."),
         causal=spec.causal,
         window=spec.window,
         softcap=spec.softcap,

@@ -46,14 +46,10 @@ class TorchSdpa:
 
 class _PlannedSdpa(Planned):
     def __init__(self, *, backend: str, batch: Batch, spec: AttentionSpec, kernel: str, device: str) -> None:
-        super().__init__(
-            backend=backend, batch=batch, spec=spec, forced_copies=["paged KV gathered to dense"]
-        )
+        super().__init__(backend=backend, batch=batch, spec=spec, forced_copies=["paged KV gathered to dense"])
         where = torch.device(device)
         self._tables = [torch.tensor(table, dtype=torch.long, device=where) for table in batch.block_tables]
-        self._masks = [
-            positions_mask(q, kv, spec, where) for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True)
-        ]
+        self._masks = [positions_mask(q, kv, spec, where) for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True)]
         self._kernel = kernel
         # The CPU flash operator returns the LSE; the public function drops it.
         self._direct = kernel == "flash" and where.type == "cpu"

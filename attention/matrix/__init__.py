@@ -69,9 +69,7 @@ class Declared(BaseModel):
 class _Sheet(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    definitions: dict[str, Rule] = Field(
-        default_factory=dict, description="rules that several backends share"
-    )
+    definitions: dict[str, Rule] = Field(default_factory=dict, description="rules that several backends share")
     backends: dict[str, dict[str, Declared]] = Field(description="backend -> platform (cpu, cuda) -> rules")
 
 

@@ -81,9 +81,7 @@ class _Position:
         }
 
 
-def _positions(
-    a_RD: torch.Tensor, b_RD: torch.Tensor, head_VD: torch.Tensor, top_k: int
-) -> Iterator[_Position]:
+def _positions(a_RD: torch.Tensor, b_RD: torch.Tensor, head_VD: torch.Tensor, top_k: int) -> Iterator[_Position]:
     p_RV = torch.log_softmax(a_RD.float() @ head_VD.T, -1)
     q_RV = torch.log_softmax(b_RD.float() @ head_VD.T, -1)
     # Rounding may leave a tiny negative; NaN stays NaN, which no gate lets pass.

@@ -28,9 +28,7 @@ def tokens_of(runner: Runner, prompt: Prompt, limit: int) -> list[int]:
     return [int(i) for i in ids[:limit]]
 
 
-def record(
-    runner: Runner, job: ModelReplayJob, out: Path, progress: Progress = lambda done, total: None
-) -> Path:
+def record(runner: Runner, job: ModelReplayJob, out: Path, progress: Progress = lambda done, total: None) -> Path:
     """Write `hidden.safetensors` into `out`: per prompt `<id>/tokens`, `<id>/prefill`, `<id>/decode`."""
     tensors: dict[str, torch.Tensor] = {}
     for done, prompt in enumerate(job.prompts, start=1):

@@ -65,17 +65,13 @@ def make(case: AttentionCase, inputs: Inputs, seed: int, *, device: str = "cpu")
         table = tuple(order[used : used + count])
         used += count
         q, k, v = _member(member.q_len, member.kv_len, spec, page, inputs, generator)
-        flat = torch.tensor(
-            [table[i // page] * page + i % page for i in range(member.kv_len)], dtype=torch.long
-        )
+        flat = torch.tensor([table[i // page] * page + i % page for i in range(member.kv_len)], dtype=torch.long)
         k_NPGD.view(-1, *k.shape[1:])[flat] = k
         v_NPGD.view(-1, *v.shape[1:])[flat] = v
         tables.append(table)
         queries.append(q)
         truths.append(attend(q, k, v, spec))
-    batch = Batch(
-        tuple(m.q_len for m in case.members), tuple(m.kv_len for m in case.members), tuple(tables), page
-    )
+    batch = Batch(tuple(m.q_len for m in case.members), tuple(m.kv_len for m in case.members), tuple(tables), page)
     truth = Truth(
         torch.cat([t.out_QHD for t in truths]).to(device),
         torch.cat([t.lse_QH for t in truths]).to(device),

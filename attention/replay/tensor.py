@@ -44,7 +44,7 @@ def cases(spec: AttentionSpec, dtype: str, page_size: int, max_kv_len: int) -> I
             heads_kv=spec.heads_kv,
             head_dim_qk=spec.head_dim_qk,
             head_dim_vo=spec.head_dim_vo,
-            dtype=dtype,  # type: ignore[arg-type]
+            dtype=dtype,
             window=spec.window,
             softcap=spec.softcap,
             page_size=page_size,
@@ -78,9 +78,7 @@ def rows(
         progress(done, len(plan))
 
 
-def _row(
-    case: AttentionCase, inputs: Any, seed: int, backend: str, device: str, scale_factor: float
-) -> dict[str, Any]:
+def _row(case: AttentionCase, inputs: Any, seed: int, backend: str, device: str, scale_factor: float) -> dict[str, Any]:
     row: dict[str, Any] = {
         "backend": backend,
         "case_id": case.case_id,

@@ -141,7 +141,8 @@ class _Handlers:
 
     def _require_ready(self) -> None:
         # A model whose steps fail is still tried: only a step that succeeds can make it ready again.
-        if self._service.draining or self._service.engine.started is None:
+        engine = self._service.engine
+        if self._service.draining or engine.started is None or not engine.alive:
             raise self._not_ready()
 
     def _require_model(self, name: str) -> None:
@@ -185,9 +186,7 @@ class _Handlers:
         """The chat as the model's template writes it."""
         template = self._tokenizer.chat_template
         if not template:
-            raise ApiError(
-                400, "this model has no chat template; use /v1/completions", code="no_chat_template"
-            )
+            raise ApiError(400, "this model has no chat template; use /v1/completions", code="no_chat_template")
         tools = None if tools_off else body.tools or None
         if tools and "tools" not in str(template) and not self._told_about_tools:
             self._told_about_tools = True
@@ -199,9 +198,7 @@ class _Handlers:
         messages = [message.for_template() for message in body.messages]
         try:
             return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tools=tools, add_generation_prompt=True, tokenize=False
-                )
+                self._tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
             )
         except Exception as error:
             # Templates raise errors of their own about the order of roles and the like.
@@ -232,9 +229,7 @@ class _Handlers:
         )
         generation = Generation(call.request_id, tuple(prompt_ids), params, call.shadow, call.arrived)
         stream = bool(body.stream)
-        ticket = Ticket(
-            generation, Detokenizer(self._tokenizer, body.stop_strings), stream or bool(body.stop_strings)
-        )
+        ticket = Ticket(generation, Detokenizer(self._tokenizer, body.stop_strings), stream or bool(body.stop_strings))
         chat = isinstance(body, ChatBody)
         answer = Answer(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.model import Chunk, Runner
 from attention.scheduler import FinishReason, Generation, Limits, QueueFullError, Scheduler, StepResult
 from attention.serve.detokenize import Detokenizer
 from attention.serve.log import event
@@ -86,12 +87,21 @@ class Engine:
         self._loop = loop
         self._thread.start()
 
-    def stop(self, timeout_s: float) -> None:
-        """End what still runs as cancelled and join the thread."""
+    def halt(self) -> None:
+        """End what still runs as cancelled; the thread ends with its present step. From any thread."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        self._thread.join(timeout_s)
+
+    def stop(self, timeout_s: float) -> None:
+        """`halt`, and wait for the thread, unless it still starts the model: that cannot be interrupted."""
+        self.halt()
+        if self.started is not None:
+            self._thread.join(timeout_s)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
 
     @property
     def num_waiting(self) -> int:
@@ -116,6 +126,8 @@ class Engine:
     def submit(self, ticket: Ticket) -> None:
         """Queue a request that `check` lets through. Raises QueueFullError when the queue is full."""
         with self._wake:
+            if self._stopping:
+                raise QueueFullError(SHUTTING_DOWN)
             if self.num_waiting >= self.limits.max_queue:
                 raise QueueFullError(f"{self.num_waiting} requests wait already; try again later")
             self._inbox.append(ticket)
@@ -132,6 +144,8 @@ class Engine:
     def _run(self) -> None:
         try:
             started = self._prepare()
+            self._metrics.observe_startup(dtype=str(started.runner.dtype).removeprefix("torch."), probes=started.probes)
+            warm_up(started.runner)
             self._scheduler = Scheduler(started.runner, self.limits, fault=self._fault)
             self.started = started
         except Exception as error:
@@ -209,9 +223,7 @@ class Engine:
         for ticket in list(self._tickets.values()):
             self._end(scheduler, ticket, reason, error, delivery)
 
-    def _end(
-        self, scheduler: Scheduler, ticket: Ticket, reason: FinishReason, error: str, delivery: _Delivery
-    ) -> None:
+    def _end(self, scheduler: Scheduler, ticket: Ticket, reason: FinishReason, error: str, delivery: _Delivery) -> None:
         if self._tickets.pop(ticket.generation, None) is not None:
             scheduler.cancel(ticket.generation, reason, error)
             delivery.pieces.append((ticket, None))
@@ -225,3 +237,20 @@ class Engine:
             generation.finish_reason = "stop"
         delivery.pieces.append((ticket, None))
         self._metrics.observe_finished(generation)
+
+
+def warm_up(runner: Runner) -> None:
+    """One prefill, extend and decode before the first user, who does not pay for first calls, and so that
+    the confirmed backends are known. Raises what a step raises, and RuntimeError for NaN or Inf."""
+    ends = (16, 24, 25)
+    pages = runner.pool.alloc(-(-ends[-1] // runner.page_size))
+    try:
+        start = 0
+        for end in ends:
+            table = tuple(pages[: -(-end // runner.page_size)])
+            chunk = Chunk(token_ids=tuple(range(start, end)), start=start, block_table=table)
+            if not torch.isfinite(runner.logits(runner.forward([chunk]))).all():
+                raise RuntimeError(f"warm-up: the logits after {end} tokens hold NaN or Inf")
+            start = end
+    finally:
+        runner.pool.free(pages)

@@ -11,44 +11,37 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import os
 import signal
 import socket
+import traceback
 from collections.abc import Iterator
-from pathlib import Path
 
-import torch
 import uvicorn
 
+from attention import confirm
 from attention.errors import UserError
 from attention.faults import FAULTS, check_fault
 from attention.fingerprint import node
+from attention.job import Setup
+from attention.model_config import read_config
+from attention.policy import load_policy
 from attention.scheduler import Limits
 from attention.serve.app import DRAIN_S, create_app
 from attention.serve.engine import Engine
+from attention.serve.fallbacks import FallbackNotice
+from attention.serve.flags import HOST, add_arguments
 from attention.serve.log import event, log_libraries_as_events
 from attention.serve.metrics import Metrics
-from attention.serve.request_log import RequestLog
-from attention.serve.service import Instance, Service
+from attention.serve.request_log import Instance, RequestLog
+from attention.serve.service import Service
+from attention.startup import prepare
 
-HOST = "127.0.0.1"
+__all__ = ["add_arguments", "run"]
+
 # Longer than a proxy's idle timeout (Envoy: one hour): whoever closes first must be the proxy, or it
 # sends a request into a connection that is just being closed.
 KEEP_ALIVE_S = 3700
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `python -m attention serve`."""
-    parser.add_argument("--model", type=Path, required=True, help="folder of a transformers causal LM")
-    parser.add_argument("--policy", type=Path, required=True, help="attention policy (YAML)")
-    parser.add_argument("--port", type=int, required=True, help=f"port on {HOST}")
-    parser.add_argument("--release-id", required=True, help="release that this instance serves under")
-    parser.add_argument("--side", choices=("champion", "control", "candidate"), required=True)
-    parser.add_argument("--instance", required=True, help="name of this process in rows and headers")
-    parser.add_argument("--lake", type=Path, required=True, help="evidence lake that rows are written to")
-    parser.add_argument("--gpu", default="cpu", help="GPU model as records name it; cpu without one")
-    parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    parser.add_argument("--fault", help=f"drill only: {', '.join(FAULTS)}")
 
 
 class _Server(uvicorn.Server):
@@ -60,19 +53,129 @@ class _Server(uvicorn.Server):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal; the exit code. Raises UserError for bad input or a start that it prevents."""
+    """Serve until a signal. Exit code: 0, 130 after Ctrl-C, 3 when the model crashed while it started.
+
+    Raises UserError for bad input, and when no backend of the policy can serve.
+    """
     log_libraries_as_events()
     _check(args)
     if args.fault:
         event("fault_injected", severity="critical", fault=args.fault, effect=FAULTS[args.fault])
-    listener = _bind(args.port)
-    instance = Instance(
-        release_id=args.release_id,
-        side=args.side,
-        name=args.instance,
-        model=args.model.name,
-        gpu=args.gpu,
-        node=node(),
-        fault=args.fault,
-    )
-    return _Process(args, instance, listener).run()
+    # The profiler that confirms backends must be started first on the main thread, or it complains.
+    confirm.watch(lambda: None)
+    return _Process(args, _bind(args.port)).run()
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What can be known to be wrong before anything starts."""
+    check_fault(args.fault)
+    read_config(args.model)
+    load_policy(args.policy)
+    if args.threads < 1:
+        raise UserError(f"--threads {args.threads}: at least 1")
+
+
+def _bind(port: int) -> socket.socket:
+    """A listening socket on loopback. Raises UserError when the port is taken or no port."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # Without it a port stays unusable for a minute after the instance before.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port))
+        listener.listen(1024)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            text = f"port {port} on {HOST} is in use; stop what listens there or choose another --port"
+            raise UserError(text) from error
+        raise UserError(f"--port {port}: cannot listen on {HOST}: {error}") from error
+    return listener
+
+
+class _Process:
+    """One run of the server: wires the parts, reacts to signals and to the engine."""
+
+    def __init__(self, args: argparse.Namespace, listener: socket.socket) -> None:
+        instance = Instance(
+            release_id=args.release_id,
+            side=args.side,
+            name=args.instance,
+            model=args.model.name,
+            gpu=args.gpu,
+            node=node(),
+            fault=args.fault,
+        )
+        setup = Setup(
+            model=args.model,
+            policy=args.policy,
+            device="cpu" if args.gpu == "cpu" else "cuda",
+            dtype=args.dtype,
+            num_threads=args.threads,
+            fault=args.fault,
+        )
+        metrics = Metrics(node=instance.node, gpu=instance.gpu, model=instance.model)
+        log = RequestLog(args.lake, instance)
+        notice = FallbackNotice(metrics, log, emit=load_policy(args.policy).emit_fallback_event)
+        engine = Engine(lambda: prepare(setup, notice), Limits(), metrics, fault=args.fault, on_change=self._on_change)
+        self._notice = notice
+        self._service = Service(instance, engine, metrics, log)
+        self._listener = listener
+        self._signal: int | None = None
+        config = uvicorn.Config(
+            create_app(self._service),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            # What the grace period does not cover is ended by the engine, with an answer that says so.
+            timeout_graceful_shutdown=int(DRAIN_S) + 2,
+        )
+        self._server = _Server(config)
+
+    def run(self) -> int:
+        """Serve until a signal or a failed start."""
+        asyncio.run(self._serve())
+        failure = self._service.engine.failure
+        if isinstance(failure, UserError):
+            raise failure
+        if failure is not None:
+            return 3
+        event("stopped", release=self._service.instance.release_id, instance=self._service.instance.name)
+        code = 130 if self._signal == signal.SIGINT else 0
+        if self._service.engine.alive:
+            # Still loading a model: the interpreter must not be torn down under it.
+            os._exit(code)
+        return code
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, number)
+        event("listening", host=HOST, port=self._listener.getsockname()[1], **self._service.about())
+        await self._server.serve(sockets=[self._listener])
+
+    def _stop(self, number: int) -> None:
+        """First signal: drain. A second one ends what is still in flight."""
+        event("stopping", signal=signal.Signals(number).name, running=self._service.engine.num_running)
+        self._server.force_exit = self._signal is not None
+        self._signal = number
+        self._service.draining = True
+        self._server.should_exit = True
+        asyncio.get_running_loop().call_later(DRAIN_S, self._service.engine.halt)
+
+    def _on_change(self) -> None:
+        """On the engine thread: the model has started, or cannot."""
+        engine = self._service.engine
+        if engine.started is None:
+            event(
+                "start_failed",
+                severity="critical",
+                error=str(engine.failure),
+                traceback=traceback.format_exception(engine.failure),
+            )
+            self._server.should_exit = True
+            return
+        self._service.log.fingerprint_id = engine.started.fingerprint.id
+        for fallback in engine.started.dispatcher.fallbacks:
+            self._notice(fallback)
+        event("ready", seconds=round(engine.started.seconds, 3), **self._service.about())

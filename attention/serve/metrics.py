@@ -6,8 +6,7 @@ seconds from the dispatcher's record of each step. Each instance has a registry 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -19,6 +18,7 @@ from prometheus_client import (
 )
 
 from attention.dispatch import FallbackEvent, StepRecord
+from attention.probe import ProbeResult
 from attention.reasons import Code
 from attention.scheduler import Generation
 
@@ -38,9 +38,9 @@ _WORST_FIRST = (0, -1, 1)
 class Metrics:
     """All metrics of one instance. Thread-safe, as prometheus-client is."""
 
-    def __init__(self, *, node: str, gpu: str, model: str, dtype: str = "") -> None:
+    def __init__(self, *, node: str, gpu: str, model: str) -> None:
         self.registry = CollectorRegistry()
-        self._node, self._gpu, self._model, self._dtype = node, gpu, model, dtype
+        self._node, self._gpu, self._model, self._dtype = node, gpu, model, ""
         self._selected = self._counter(
             "attention_backend_selected_total",
             "Requests per phase under the backend that the execution layer confirmed.",
@@ -72,15 +72,11 @@ class Metrics:
             ("backend", "kernel_signature"),
             registry=self.registry,
         )
-        self._requests = self._counter(
-            "attention_requests_total", "Requests ended.", "finish_reason", "traffic"
-        )
+        self._requests = self._counter("attention_requests_total", "Requests ended.", "finish_reason", "traffic")
         self._nonfinite = self._counter("attention_nonfinite_logits_total", "Logits rows with NaN or Inf.")
         self._queue = self._histogram("attention_queue_seconds", "Arrival to admission.", _LATENCY_BUCKETS)
         self._ttft = self._histogram("attention_ttft_seconds", "Arrival to first token.", _LATENCY_BUCKETS)
-        self._tpot = self._histogram(
-            "attention_tpot_seconds", "Mean between output tokens.", _LATENCY_BUCKETS
-        )
+        self._tpot = self._histogram("attention_tpot_seconds", "Mean between output tokens.", _LATENCY_BUCKETS)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
@@ -92,22 +88,17 @@ class Metrics:
         """The page that Prometheus reads."""
         return generate_latest(self.registry)
 
-    def observe_startup(
-        self, *, dtype: str, probe_rows: Iterable[Mapping[str, Any]], fallbacks: Iterable[FallbackEvent]
-    ) -> None:
-        """What the start showed; `probe_rows` as in the lake's table `probes`."""
+    def observe_startup(self, *, dtype: str, probes: Iterable[ProbeResult]) -> None:
+        """What the start-up probes showed; a feature has the status of its worst probe."""
         self._dtype = dtype
         worst: dict[tuple[str, str], int] = {}
-        for row in probe_rows:
-            key = (str(row["backend"]), str(row["feature"]))
-            value = _PROBE_VALUE[str(row["status"])]
-            worst[key] = min(worst.get(key, 1), value, key=_WORST_FIRST.index)
-            if row["status"] == "fail" and Code.NUMERIC_DRIFT in (row.get("reasons_json") or ""):
-                self._numerical.labels(self._model, row["backend"], row["probe"]).inc()
+        for probe in probes:
+            key = (probe.backend, probe.feature)
+            worst[key] = min(worst.get(key, 1), _PROBE_VALUE[probe.status], key=_WORST_FIRST.index)
+            if any(reason.code is Code.NUMERIC_DRIFT for reason in probe.reasons):
+                self._numerical.labels(self._model, probe.backend, probe.probe).inc()
         for (backend, feature), value in worst.items():
             self._probe.labels(self._node, self._model, backend, feature).set(value)
-        for fallback in fallbacks:
-            self.observe_fallback(fallback)
 
     def observe_fallback(self, fallback: FallbackEvent) -> None:
         labels = {"from": fallback.from_backend, "to": fallback.to_backend, "reason": fallback.reason}
@@ -120,8 +111,6 @@ class Metrics:
                 self._kernel.labels(run.confirmed, run.phase, run.bucket).observe(seconds)
             if run.first_call_seconds is not None and run.resolved.partition(":")[0] in _JIT_FAMILIES:
                 self._jit.labels(run.resolved, run.bucket).set(run.first_call_seconds)
-            if run.fallback is not None:
-                self.observe_fallback(run.fallback)
 
     def observe_finished(self, generation: Generation) -> None:
         """One request that has ended, whatever way."""

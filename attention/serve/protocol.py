@@ -38,9 +38,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 class ApiError(Exception):
     """An answer that is an error, in OpenAI's form. `message` is for the client: never a traceback."""
 
-    def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
-    ) -> None:
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
@@ -127,6 +125,9 @@ def parse(raw: bytes, kind: type[_BodyT]) -> tuple[_BodyT, Mapping[str, Any]]:
     """A body and the neutral fields that came with it. Raises ApiError 400 naming field and remedy."""
     try:
         data = json.loads(raw, parse_constant=_no_constant)
+        if b"\\ud" in raw.lower():
+            # Half a surrogate pair is valid JSON and no text; this raises what decoding would.
+            json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(data, dict):

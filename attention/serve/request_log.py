@@ -7,10 +7,12 @@ for a while, evidence is not dropped for that.
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,21 @@ FLUSH_S = 0.5
 MAX_BUFFERED = 200_000
 
 
+@dataclass(frozen=True)
+class Instance:
+    """Who this process is, fixed at its start."""
+
+    release_id: str
+    side: str  # champion | control | candidate
+    name: str
+    model: str
+    gpu: str  # "cpu" without one
+    node: str
+    fault: str | None = None
+
+
 class RequestRow(BaseModel):
-    """The columns that one request fills itself; the instance's own are added by `RequestLog`."""
+    """The columns that one request fills; the instance's own are added by `RequestLog`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -63,43 +78,60 @@ class RequestRow(BaseModel):
 
 
 class RequestLog:
-    """Buffers rows and writes them from a thread of its own. Rows may be added from any thread."""
+    """Buffers rows and writes them from a thread of its own. Rows may be added from any thread.
 
-    def __init__(self, lake: Path, *, release_id: str, common: Mapping[str, Any]) -> None:
-        """`common`: columns that are the same in every row (node, gpu, model, side, instance)."""
+    Events (table `events`) go the same way, so that neither is lost at a shutdown.
+    """
+
+    def __init__(self, lake: Path, instance: Instance) -> None:
         self._lake = lake
-        self._release_id = release_id
-        self._common = dict(common)
-        self._rows: list[dict[str, Any]] = []
+        self._instance = instance
+        self._rows: list[tuple[str, dict[str, Any]]] = []  # (table, row)
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self.fingerprint_id: str | None = None  # known once the model has started
         self.num_dropped = 0
         self.failure: str | None = None  # why the last flush failed
         self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
         self._thread.start()
 
     def add(self, row: RequestRow) -> None:
+        self._add("requests", {"instance": self._instance.name, **row.model_dump()})
+
+    def add_event(self, kind: str, severity: str, subject: str, message: str, detail: Mapping[str, Any]) -> None:
+        text = json.dumps(detail, default=str)
+        row = {"kind": kind, "severity": severity, "subject": subject, "message": message, "detail_json": text}
+        self._add("events", {"time": now(), **row})
+
+    def _add(self, table: str, row: dict[str, Any]) -> None:
+        common = {
+            "fingerprint_id": self.fingerprint_id,
+            "node": self._instance.node,
+            "gpu": self._instance.gpu,
+            "model": self._instance.model,
+            "side": self._instance.side,
+        }
         with self._lock:
             if len(self._rows) >= MAX_BUFFERED:
                 self.num_dropped += 1
                 return
-            self._rows.append({**self._common, **row.model_dump()})
+            self._rows.append((table, {**common, **row}))
 
     def flush(self) -> None:
         """Write what is buffered. Raises nothing: a failure is logged and its rows are kept."""
         with self._lock:
             rows, self._rows = self._rows, []
-        if not rows:
-            return
-        try:
-            write_rows(self._lake, "requests", rows, release_id=self._release_id)
-        except Exception as error:
-            with self._lock:
-                self._rows = rows + self._rows
-            self.failure = f"{len(rows)} request rows wait for the lake {self._lake}: {error}"
-            event("request_log_failed", severity="critical", message=self.failure, dropped=self.num_dropped)
-        else:
-            self.failure = None
+        failure = None
+        for table in ("requests", "events"):
+            chosen = [row for name, row in rows if name == table]
+            try:
+                write_rows(self._lake, table, chosen, release_id=self._instance.release_id)
+            except Exception as error:
+                failure = f"{len(chosen)} rows of {table} wait for the lake {self._lake}: {error}"
+                with self._lock:
+                    self._rows[:0] = [(table, row) for row in chosen]
+                event("request_log_failed", severity="critical", message=failure, dropped=self.num_dropped)
+        self.failure = failure
 
     def close(self) -> None:
         """Write the rest and stop."""

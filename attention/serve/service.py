@@ -10,22 +10,9 @@ from attention.faults import FAULTS
 from attention.scheduler import FinishReason, Generation
 from attention.serve.engine import FAILING_STEPS, Engine
 from attention.serve.metrics import Metrics
-from attention.serve.request_log import RequestLog, RequestRow, now, peak_memory_bytes
+from attention.serve.request_log import Instance, RequestLog, RequestRow, now, peak_memory_bytes
 
 SHOWN_PHASES: tuple[Phase, ...] = ("prefill", "decode")
-
-
-@dataclass(frozen=True)
-class Instance:
-    """Who this process is, fixed at its start."""
-
-    release_id: str
-    side: str  # champion | control | candidate
-    name: str
-    model: str
-    gpu: str  # "cpu" without one
-    node: str
-    fault: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +46,8 @@ class Service:
             return [f"startup failed: {self.engine.failure}"]
         if self.engine.started is None:
             return ["probes: the startup probes have not passed yet", "backends: not resolved yet"]
+        if not self.engine.alive:
+            return ["engine: its thread has ended; restart the instance"]
         if self.engine.num_failed_steps >= FAILING_STEPS:
             return [f"model: the last {self.engine.num_failed_steps} steps failed"]
         return []

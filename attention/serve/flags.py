@@ -1,0 +1,33 @@
+"""The flags of `python -m attention serve`; imports nothing of the extra `serve`, so that the other verbs
+and `--help` work without it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from attention.faults import FAULTS
+
+HOST = "127.0.0.1"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `python -m attention serve`."""
+    parser.add_argument("--model", type=Path, required=True, help="folder of a transformers causal LM")
+    parser.add_argument("--policy", type=Path, required=True, help="attention policy (YAML)")
+    parser.add_argument("--port", type=int, required=True, help=f"port on {HOST}")
+    parser.add_argument("--release-id", required=True, help="release that this instance serves under")
+    parser.add_argument("--side", choices=("champion", "control", "candidate"), required=True)
+    parser.add_argument("--instance", required=True, help="name of this process in rows and headers")
+    parser.add_argument("--lake", type=Path, required=True, help="evidence lake that rows are written to")
+    parser.add_argument("--gpu", default="cpu", help="GPU model as records name it; cpu without one")
+    parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--fault", help=f"drill only: {', '.join(FAULTS)}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the server; see `attention.serve.main.run`."""
+    from attention.serve import main
+
+    return main.run(args)

@@ -1,0 +1,269 @@
+"""`python -m flows`: releases, rollbacks and what there is to know about them.
+
+Exit: 0 it did what was asked; 1 a gate failed, or the candidate was rolled back or refused; 2 bad input
+or set-up; 3 inconclusive, errored or held; 130 Ctrl-C. Every command imports only what it needs: a
+rollback must work where Prefect, MLflow and torch do not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attention.errors import UserError
+from flows.telemetry import silence
+
+if TYPE_CHECKING:
+    from tasks.lifecycle import ReleaseResult
+
+silence()
+
+app = typer.Typer(
+    help="Release governance for attention backends.\n\nExample: python -m flows release "
+    "data/candidates/torch-flash-cpu.yaml",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="one JSON document on stdout")]
+Gpu = Annotated[str, typer.Option("--gpu", help="GPU model of the cell, `cpu` without one")]
+Family = Annotated[str, typer.Option("--family", help="model family of the cell, for example smollm2")]
+
+
+@app.command()
+def release(
+    candidate: Annotated[Path, typer.Argument(help="candidate file, for example data/candidates/torch-flash-cpu.yaml")],
+    champion: Annotated[str | None, typer.Option(help="incumbent of a cell without a release yet")] = None,
+    stop_after: Annotated[str | None, typer.Option(help="end after this stage passed")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="try a candidate again that was refused before")] = False,
+    as_json: Json = False,
+) -> None:
+    """Take a candidate through all phases and shift traffic to it."""
+    from data.candidate import load_candidate
+    from flows.terminal import progress, show_release
+    from tasks.lifecycle import STAGES, settled
+
+    if stop_after is not None and stop_after not in STAGES:
+        raise UserError(f"--stop-after {stop_after}: stages are {', '.join(STAGES)}")
+    loaded = load_candidate(candidate)
+    results = settled(loaded, retry=retry)
+    if results is None:
+        results = _run_flow(str(candidate), champion, stop_after, retry, progress(to_stderr=as_json))
+    if as_json:
+        documents = [result.model_dump(mode="json") for result in results]
+        print(json.dumps(documents[0] if len(documents) == 1 else documents, indent=1))
+    else:
+        show_release(results)
+    raise typer.Exit(max(result.exit_code for result in results))
+
+
+def _run_flow(
+    candidate: str, champion: str | None, stop_after: str | None, retry: bool, say: Any
+) -> list[ReleaseResult]:
+    """The flow as Prefect runs it; without a server Prefect starts one for the length of the command."""
+    from data.paths import state_dir
+
+    os.environ.setdefault("PREFECT_HOME", str(state_dir() / "prefect"))
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
+    from flows import release as module
+    from tasks.lifecycle import ReleaseResult
+
+    try:
+        with module.speaking(say):
+            found = module.release(candidate, champion=champion, stop_after=stop_after, retry=retry)
+    except module.ReleaseRefusedError as refused:
+        return refused.results
+    return [ReleaseResult.model_validate(one) for one in found]
+
+
+@app.command()
+def up(gpu: Gpu = "cpu", family: Family = "smollm2", as_json: Json = False) -> None:
+    """Run Envoy, the champion and the watchdog of a cell under one supervisor."""
+    from dataclasses import asdict
+
+    from data.paths import cell_dir
+    from flows import up as module
+    from tasks.record import RecordStore
+
+    champion = None
+    if RecordStore(cell_dir(gpu, family) / "record.json").load().champion is None:
+        champion = _incumbent(gpu, family)
+    running = module.up(gpu, family, champion=champion)
+    if as_json:
+        print(json.dumps({**asdict(running), "champion": running.champion.model_dump()}, indent=1))
+    else:
+        print(f"{running.url} is served by {running.release_id}; `python -m flows down` stops it")
+
+
+def _incumbent(gpu: str, family: str) -> Any:
+    from tasks.lifecycle import incumbent
+
+    return incumbent(gpu, family)
+
+
+@app.command()
+def down(
+    gpu: Annotated[str | None, typer.Option(help="only this GPU model; default: every cell")] = None,
+    family: Annotated[str | None, typer.Option(help="only this model family")] = None,
+    as_json: Json = False,
+) -> None:
+    """Traffic to the champion, then stop every process of the cells."""
+    from data.paths import cells
+    from flows import down as module
+
+    stopped = []
+    for one_gpu, one_family in cells():
+        if gpu in (None, one_gpu) and family in (None, one_family):
+            stopped += [process.name for process in module.down(one_gpu, one_family)]
+    print(json.dumps(stopped) if as_json else f"stopped {', '.join(stopped) or 'nothing: nothing was running'}")
+
+
+@app.command()
+def rollback(
+    gpu: Gpu,
+    family: Family,
+    reason: Annotated[str, typer.Option(help="why, for the record")],
+    to: Annotated[str | None, typer.Option(help="release id to go back to; default: the previous champion")] = None,
+    as_json: Json = False,
+) -> None:
+    """Take a release back at once: share 0, confirmed by the router."""
+    from dataclasses import asdict
+
+    from flows import rollback as module
+
+    done = module.rollback(gpu, family, to=to, reason=reason)
+    if as_json:
+        print(json.dumps(asdict(done), indent=1))
+    else:
+        how = f"confirmed by the router after {done.share_zero_s:.2f} s" if done.confirmed else "no router runs"
+        print(f"rolled back {done.release_id}: share 0, {how}; {done.serves} serves")
+
+
+@app.command()
+def approve(
+    release_id: Annotated[str, typer.Argument(metavar="RELEASE", help="release id, as `status` shows it")],
+    note: Annotated[str, typer.Option(help="why, for the record")] = "",
+    as_json: Json = False,
+) -> None:
+    """Let a held release go on."""
+    from flows import approve as module
+
+    record = module.approve(release_id, note)
+    if as_json:
+        print(json.dumps({"release_id": release_id, "state": record.state}, indent=1))
+    else:
+        print(f"approved {release_id} for {record.gpu} {record.family}")
+
+
+@app.command()
+def status(
+    as_json: Json = False,
+    repair: Annotated[bool, typer.Option("--repair", help="rebuild MLflow's copies from record and lake")] = False,
+) -> None:
+    """What every cell is doing: state, champion, shares, lease, processes."""
+    from flows import status as module
+
+    found = module.status(repair=repair)
+    _show(found, module.render, as_json)
+
+
+@app.command()
+def why(
+    release_id: Annotated[str, typer.Argument(metavar="RELEASE", help="release id, as `status` shows it")],
+    as_json: Json = False,
+) -> None:
+    """Why a release passed or failed, down to the rows behind it."""
+    from flows import why as module
+
+    _show(module.why(release_id), module.render, as_json)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Check this machine and say what to mend."""
+    from flows import doctor as module
+
+    found = module.doctor()
+    _show(found, module.render, as_json)
+    raise typer.Exit(found.exit_code)
+
+
+@app.command()
+def qualify(
+    candidate: Annotated[Path, typer.Argument(help="candidate file")],
+    champion: Annotated[str | None, typer.Option(help="incumbent of a cell without a release yet")] = None,
+    as_json: Json = False,
+) -> None:
+    """The offline phases only: fingerprint, probe, replay and baseline; no traffic moves."""
+    from flows import qualify as module
+    from flows.terminal import progress, show_qualified
+
+    found = module.run(candidate, champion=champion, say=progress(to_stderr=as_json))
+    if as_json:
+        documents = [one.model_dump(mode="json") for one in found]
+        print(json.dumps(documents[0] if len(documents) == 1 else documents, indent=1))
+    else:
+        show_qualified(found)
+    raise typer.Exit(max(one.exit_code for one in found))
+
+
+@app.command()
+def nightly(as_json: Json = False) -> None:
+    """Qualify anew what is in production, as the schedule does."""
+    from flows import nightly as module
+    from flows.terminal import progress, show_qualified
+
+    found = module.run(say=progress(to_stderr=as_json))
+    if as_json:
+        print(json.dumps([one.model_dump(mode="json") for one in found], indent=1))
+    else:
+        show_qualified(found)
+    raise typer.Exit(max((one.exit_code for one in found), default=0))
+
+
+@app.command()
+def watch(gpu: Gpu = "cpu", family: Family = "smollm2") -> None:
+    """The watchdog: take traffic back when a release stops renewing its lease."""
+    from flows import watch as module
+
+    module.watch(gpu, family)
+
+
+def _show(model: Any, render: Any, as_json: bool) -> None:
+    if as_json:
+        print(model.model_dump_json(indent=1))
+        return
+    from rich.console import Console
+
+    Console(highlight=False).print(render(model))
+
+
+def main() -> int:
+    try:
+        app(standalone_mode=False)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except typer.Exit as done:
+        return done.exit_code
+    except typer.Abort:
+        return 130
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # click's usage errors, by their own text
+        if hasattr(error, "format_message"):
+            print(f"error: {error.format_message()}", file=sys.stderr)
+            return 2
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,32 @@
+"""`flows approve`: a person's yes to a release that is held, by the release's id."""
+
+from __future__ import annotations
+
+import getpass
+import time
+
+from attention.errors import UserError, nearest
+from data.paths import cell_dir, cells
+from tasks.record import Approval, Record, RecordStore
+
+
+def approve(release_id: str, note: str = "") -> Record:
+    """Write the approval into the record of the cell whose release that is; the release sees it within a second.
+
+    Raises UserError when no cell holds that release, or it waits for nothing.
+    """
+    held: list[str] = []
+    for gpu, family in cells():
+        store = RecordStore(cell_dir(gpu, family) / "record.json")
+        record = store.load()
+        if record.state == "held" and record.release_id:
+            held.append(record.release_id)
+        if record.release_id == release_id:
+            if record.state != "held":
+                raise UserError(f"{release_id} is {record.state}, not held: there is nothing to approve")
+            return store.update(lambda r: _approve(r, release_id, note), over_lease=True)
+    raise UserError(f"no release {release_id} is held; {nearest(release_id, held) if held else 'nothing is held'}")
+
+
+def _approve(record: Record, release_id: str, note: str) -> None:
+    record.approval = Approval(release_id=release_id, by=getpass.getuser(), time=time.time(), note=note)

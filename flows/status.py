@@ -1,0 +1,210 @@
+"""`python -m flows status`: what every cell is doing, from its record and from the process table.
+
+Reads no lake and asks no MLflow, so it answers when both are broken; `repair=True` is the exception:
+it rebuilds MLflow's copies from record and lake.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
+
+from attention.errors import UserError
+from data.paths import cell_dir, cells, home_dir, lake_dir
+from tasks.processes import is_alive, list_processes
+from tasks.record import Attempt, Deployed, Instance, Lease, Record, RecordStore, Shares
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+NUM_ATTEMPTS = 5
+
+
+class ProcessStatus(BaseModel):
+    """A process of the cell: of a role in the record, or merely of a process file."""
+
+    role: str
+    name: str
+    pid: int
+    port: int | None
+    alive: bool
+
+
+class LeaseStatus(BaseModel):
+    holder: str
+    pid: int
+    live: bool
+    seconds_left: float
+
+
+class CellStatus(BaseModel):
+    """One (GPU, model family). With `error` the record could not be read and the rest is empty."""
+
+    gpu: str
+    family: str
+    error: str | None = None
+    generation: int = 0
+    state: str | None = None
+    release_id: str | None = None
+    candidate: str | None = None
+    reason: str = ""
+    champion: str | None = None
+    champion_release: str | None = None
+    champion_backends: dict[str, str] = {}
+    previous: str | None = None
+    previous_release: str | None = None
+    shares: Shares = Shares()
+    mirror: float = 0.0
+    lease: LeaseStatus | None = None
+    approved_by: str | None = None
+    processes: list[ProcessStatus] = []
+    attempts: list[Attempt] = []  # newest first
+
+
+class StatusReport(BaseModel):
+    home: str
+    cells: list[CellStatus]
+    repaired: list[str] = []  # releases whose copy in MLflow was rebuilt
+
+
+def status(*, repair: bool = False) -> StatusReport:
+    """Every cell that has a folder. Raises UserError when `repair` cannot reach MLflow."""
+    found, repaired = [], []
+    for gpu, family in cells():
+        try:
+            record = RecordStore(cell_dir(gpu, family) / "record.json").load()
+        except UserError as error:
+            found.append(CellStatus(gpu=gpu, family=family, error=str(error)))
+            continue
+        found.append(_cell(record))
+        if repair:
+            from tasks import track
+
+            repaired += track.repair(record, lake_dir())
+    return StatusReport(home=str(home_dir()), cells=found, repaired=repaired)
+
+
+def _cell(record: Record) -> CellStatus:
+    champion, previous = record.champion, record.previous
+    return CellStatus(
+        gpu=record.gpu,
+        family=record.family,
+        generation=record.generation,
+        state=record.state,
+        release_id=record.release_id,
+        candidate=record.candidate,
+        reason=record.reason,
+        champion=champion.candidate if champion else None,
+        champion_release=champion.release_id if champion else None,
+        champion_backends=champion.backends if champion else {},
+        previous=previous.candidate if previous else None,
+        previous_release=previous.release_id if previous else None,
+        shares=record.shares,
+        mirror=record.mirror,
+        lease=_lease(record.lease),
+        approved_by=record.approval.by if record.approval else None,
+        processes=_processes(record),
+        attempts=record.attempts[: -NUM_ATTEMPTS - 1 : -1],
+    )
+
+
+def _lease(lease: Lease | None) -> LeaseStatus | None:
+    if lease is None:
+        return None
+    left = max(0.0, lease.expires_at - time.time())
+    return LeaseStatus(holder=lease.holder, pid=lease.pid, live=lease.live(), seconds_left=left)
+
+
+def _processes(record: Record) -> list[ProcessStatus]:
+    """Instances that the record names, then everything else that a process file tells of."""
+    named = {
+        "champion": _instance_of(record.champion),
+        "previous": _instance_of(record.previous),
+        "control": record.control_instance,
+        "candidate": record.candidate_instance,
+    }
+    found = [
+        ProcessStatus(role=role, name=one.name, pid=one.pid, port=one.port, alive=is_alive(one.pid, one.started))
+        for role, one in named.items()
+        if one is not None
+    ]
+    seen = {one.pid for one in found}
+    for file in list_processes(cell_dir(record.gpu, record.family)):
+        if file.pid not in seen:
+            found.append(
+                ProcessStatus(role=file.role, name=file.name, pid=file.pid, port=file.port, alive=file.alive())
+            )
+    return found
+
+
+def _instance_of(deployed: Deployed | None) -> Instance | None:
+    return deployed.instance if deployed else None
+
+
+def render(report: StatusReport) -> RenderableType:
+    """For a terminal: a block a cell."""
+    from rich.console import Group
+    from rich.text import Text
+
+    if not report.cells:
+        return Text(f"nothing is released yet under {report.home}: `make release` does it")
+    blocks = [_render_cell(cell) for cell in report.cells]
+    if report.repaired:
+        blocks.append(Text(f"MLflow: told again {', '.join(report.repaired)}"))
+    return Group(*blocks)
+
+
+def _render_cell(cell: CellStatus) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    facts = Table.grid(padding=(0, 2))
+    for name, value in _facts(cell):
+        facts.add_row(Text(name, style="dim"), Text(value))
+    parts: list[RenderableType] = [Text(f"{cell.family} on {cell.gpu}", style="bold"), facts]
+    if cell.processes:
+        table = Table("role", "process", "pid", "port", "", box=None, header_style="dim", padding=(0, 2, 0, 0))
+        for one in cell.processes:
+            alive = Text("alive", style="green") if one.alive else Text("dead", style="red")
+            table.add_row(one.role, one.name, str(one.pid), "-" if one.port is None else str(one.port), alive)
+        parts.append(table)
+    if cell.attempts:
+        table = Table("ended", "release", "candidate", "state", "reason", box=None, header_style="dim",
+                      padding=(0, 2, 0, 0))  # fmt: skip
+        for attempt in cell.attempts:
+            ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(attempt.time))
+            reason = Text(attempt.reason)  # not markup: a reason may hold brackets
+            table.add_row(ended, attempt.release_id, attempt.candidate, attempt.state, reason)
+        parts.append(table)
+    return Group(*parts, Text(""))
+
+
+def _facts(cell: CellStatus) -> list[tuple[str, str]]:
+    if cell.error:
+        return [("record", cell.error)]
+    shares = cell.shares
+    facts = [
+        ("state", cell.state or "idle"),
+        ("release", f"{cell.candidate} ({cell.release_id})" if cell.release_id else "-"),
+        ("champion", f"{cell.champion} ({cell.champion_release})" if cell.champion else "none"),
+        ("backends", ", ".join(f"{phase}={name}" for phase, name in cell.champion_backends.items())),
+        ("previous", f"{cell.previous} ({cell.previous_release})" if cell.previous else "none"),
+        (
+            "shares",
+            f"champion {shares.champion}, control {shares.control}, candidate {shares.candidate}, "
+            f"mirror {cell.mirror:g}",
+        ),
+        ("lease", _lease_text(cell.lease)),
+        ("approved by", cell.approved_by or ""),
+        ("reason", cell.reason),
+    ]
+    return [(name, value) for name, value in facts if value]
+
+
+def _lease_text(lease: LeaseStatus | None) -> str:
+    if lease is None:
+        return "none"
+    return f"{lease.holder} (pid {lease.pid}), " + (f"{lease.seconds_left:.1f} s left" if lease.live else "ran out")

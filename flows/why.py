@@ -1,0 +1,244 @@
+"""`python -m flows why RELEASE`: why it passed or failed, down to the rows of evidence.
+
+Every gate's verdict, each check that did not pass with its figure, limit and owner, the events, and
+the worst rows behind the first failing check. Prompts, outputs and tokens are not shown: a row names
+its prompt or request, and the lake has the text.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from attention.errors import UserError
+from data.paths import cell_dir, cells, lake_dir
+from gates.report import figure, table
+from gates.verdict import Check, GateReport, Verdict
+from tasks.record import RecordStore
+from tasks.story import Event, Story, tell, with_evidence
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+MAX_ROWS = 8
+MAX_EVENTS = 15
+
+
+class Evidence(BaseModel):
+    """Rows of one table of the lake, worst first, every value ready to print."""
+
+    table: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class Why(BaseModel):
+    """The answer. `first_failing` and `evidence` are None for a release whose gates all passed."""
+
+    release_id: str
+    headline: str
+    state: str
+    reason: str
+    champion: str | None
+    confirmed_backend: str | None
+    gates: tuple[GateReport, ...]
+    first_failing: Check | None
+    evidence: Evidence | None
+    events: tuple[Event, ...]
+
+
+def why(release_id: str) -> Why:
+    """Raises UserError, naming the nearest ids, for a release that neither record nor lake knows."""
+    story = _story(release_id)
+    gate = next((gate for gate in story.gates if gate.verdict is not Verdict.PASS), None)
+    check = gate.decisive[0] if gate is not None and gate.decisive else None
+    return Why(
+        release_id=release_id,
+        headline=story.headline,
+        state=story.state,
+        reason=story.reason,
+        champion=story.champion,
+        confirmed_backend=story.confirmed_backend,
+        gates=story.gates,
+        first_failing=check,
+        evidence=_evidence(release_id, gate.stage, check.check) if gate and check else None,
+        events=story.events,
+    )
+
+
+def _story(release_id: str) -> Story:
+    lake = lake_dir()
+    for gpu, family in cells():
+        try:
+            return tell(RecordStore(cell_dir(gpu, family) / "record.json").load(), lake, release_id)
+        except (KeyError, UserError):  # another cell's release; `status` and `doctor` tell of a broken record
+            continue
+    known = known_releases(lake)
+    if release_id not in known:
+        close = difflib.get_close_matches(release_id, known, n=3, cutoff=0.3) or known[-3:]
+        hint = f"nearest: {', '.join(close)}" if close else "nothing has been released yet"
+        raise UserError(f"release {release_id!r} is not known: {hint}")
+    return with_evidence(
+        Story(
+            release_id=release_id,
+            candidate=release_id,
+            gpu="?",
+            family="?",
+            state="unknown",
+            reason="no record tells of it: a qualification, or its record is gone",
+        ),
+        lake,
+    )
+
+
+def known_releases(lake: Path) -> list[str]:
+    """Ids with evidence in the lake, sorted; from folder names, without reading a file."""
+    return sorted({folder.name.partition("=")[2] for folder in lake.glob("*/release_id=*")})
+
+
+# ---------------------------------------------------------------------------- evidence
+
+_CASES = "backend, confirmed_backend, case_id, inputs, seed, r_rms, r_max, r_row, lse_max_abs, error"
+_TOKENS = "prompt_id, mode, position, kl, next_token_equal, flip_margin, nll_champion, nll_candidate"
+_WINDOWS = 'share, "window", side, num_requests, num_errors, ttft_p50_s, ttft_p95_s, tpot_p50_s, tpot_p95_s'
+_REQUESTS = (
+    "select request_id, role, shadow, status, finish_reason, num_nonfinite, resolved_prefill,"
+    " confirmed_prefill, resolved_decode, confirmed_decode, fallback_reason from requests"
+    " where release_id = $id and side = 'candidate' and (status is distinct from 200 or fallback"
+    " or num_nonfinite is distinct from 0 or confirmed_prefill is distinct from resolved_prefill"
+    " or (output_tokens > 1 and confirmed_decode is distinct from resolved_decode)) order by time"
+)
+_PARTED = (
+    "select request_id, len(theirs.token_ids) as champion_tokens, len(ours.token_ids) as shadow_tokens,"
+    " list_position([pair[1] is not distinct from pair[2]"
+    " for pair in list_zip(theirs.token_ids, ours.token_ids)], false) as first_difference"
+    " from requests ours join requests theirs using (request_id)"
+    " where ours.release_id = $id and ours.side = 'candidate' and ours.shadow"
+    " and theirs.role = 'champion' and not theirs.shadow and theirs.token_ids <> ours.token_ids"
+    " order by first_difference nulls last"
+)
+
+
+def _evidence(release_id: str, stage: str, check: str) -> Evidence | None:
+    """The worst rows of the table that the check summed up; None where there are none."""
+    from data.lake import Lake
+
+    name, sql = _source(stage, check)
+    # A row as a struct keeps its column names.
+    whole = f"select evidence_row from ({sql} limit {MAX_ROWS}) evidence_row"  # noqa: S608 - our own SQL
+    with Lake(lake_dir()) as lake:
+        rows = [row for (row,) in lake.rows(whole, id=release_id)]
+    if not rows:
+        return None
+    texts = tuple(tuple(_text(value) for value in row.values()) for row in rows)
+    return Evidence(table=name, columns=tuple(rows[0]), rows=texts)
+
+
+def _source(stage: str, check: str) -> tuple[str, str]:
+    """Table and query of one check, by the names that the gates give their checks."""
+    layer, _, rest = check.partition(".")
+    last = check.rpartition(".")[2]
+    if stage == "probe":
+        columns = "backend, probe, level, status, confirmed_backend, max_abs_error, reasons_json"
+        return _select("probes", columns, "status <> 'pass'", "backend, probe")
+    if stage == "replay" and layer == "model":
+        mode = "mode = 'decode'" if rest.startswith("decode.") else "mode = 'prefill'"
+        order = "flip_margin desc nulls last" if "flip" in last else "kl desc nulls first"
+        return _select("model_replay", _TOKENS, mode, order)
+    if stage == "replay" and layer == "business":
+        columns = "prompt_id, category, side, passed, grader"
+        return _select("business_replay", columns, "passed is not true", "prompt_id, side")
+    if stage == "replay":
+        order = last if last in ("r_rms", "r_max", "r_row") else "lse_max_abs" if last == "lse" else "r_rms"
+        return _select("tensor_replay", _CASES, "side = 'candidate'", f"error nulls last, {order} desc nulls first")
+    if stage == "baseline":
+        columns = "family, metric, shape_bucket, weight, ratio, ratio_low, ratio_high, verdict, num_blocks"
+        family = f"family = '{layer}'" if layer in ("prefill", "decode") else "true"
+        return _select("perf_cells", columns, family, "ratio desc nulls first")
+    if stage in ("canary", "expand") and check.startswith(("ttft", "tpot", "memory")):
+        return _select("canary_windows", _WINDOWS, f"stage = '{stage}'", 'share, "window", side')
+    if stage == "shadow" and "divergence" in check:
+        return "requests", _PARTED
+    if stage in ("shadow", "canary", "expand"):
+        return "requests", _REQUESTS
+    return _select("fingerprints", "side, fingerprint_id, node, gpu, model", "true", "side")
+
+
+def _select(name: str, columns: str, condition: str, order: str) -> tuple[str, str]:
+    sql = f"select {columns} from {name} where release_id = $id and {condition} order by {order}"  # noqa: S608
+    return name, sql
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return figure(value) if math.isfinite(value) else str(value)
+    return str(value)
+
+
+# ---------------------------------------------------------------------------- terminal
+
+
+def render(answer: Why) -> RenderableType:
+    """For a terminal: verdicts, what did not pass, the evidence, the last events."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = [Text(answer.headline, style="bold")]
+    if answer.reason:
+        parts.append(Text(answer.reason))
+    for label, value in (("compared with", answer.champion), ("confirmed", answer.confirmed_backend)):
+        if value:
+            parts.append(Text(f"{label}: {value}", style="dim"))
+    parts.append(_gate_table(answer.gates))
+    if answer.evidence is not None and answer.first_failing is not None:
+        parts.append(Text(f"\n{answer.evidence.table} behind {answer.first_failing.check}", style="bold"))
+        grid = _grid(*answer.evidence.columns)
+        for row in answer.evidence.rows:
+            grid.add_row(*(Text(value) for value in row))
+        parts.append(grid)
+    if answer.events:
+        parts.append(Text("\nevents", style="bold"))
+        grid = _grid("time", "severity", "event", "subject", "what happened")
+        for event in answer.events[-MAX_EVENTS:]:
+            clock = event.time.strftime("%H:%M:%S") if event.time else ""
+            words = (clock, event.severity, event.kind, event.subject, event.message)
+            grid.add_row(*(Text(word) for word in words))
+        parts.append(grid)
+    return Group(*parts)
+
+
+def _gate_table(gates: tuple[GateReport, ...]) -> RenderableType:
+    """A line a gate; under it the checks that did not pass."""
+    from rich.text import Text
+
+    if not gates:
+        return Text("no gate has judged it yet")
+    grid = _grid("gate", "verdict", "observed", "limit", "owner", "why")
+    for gate in gates:
+        grid.add_row(gate.stage, _verdict(gate.verdict.value), "", "", "", Text(gate.reason))
+        for row in table(gate):
+            if row.verdict != "pass":
+                reason = Text(f"{row.message}\nlimit: {row.reason}" if row.reason else row.message)
+                cells = (f"  {row.check}", _verdict(row.verdict), row.observed, row.limit, row.owner)
+                grid.add_row(*cells, reason)
+    return grid
+
+
+def _verdict(verdict: str) -> RenderableType:
+    from rich.text import Text
+
+    styles = {"pass": "green", "inconclusive": "yellow", "error": "red", "fail": "red bold"}
+    return Text(verdict, style=styles.get(verdict, ""))
+
+
+def _grid(*columns: str) -> Table:
+    from rich.table import Table
+
+    return Table(*columns, box=None, header_style="dim", padding=(0, 2, 0, 0))

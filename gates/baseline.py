@@ -1,0 +1,97 @@
+"""Gate of the baseline stage: is the candidate fast enough, prefill and decode apart?
+
+A cell's ratio is candidate over champion, paired by interleaved block. Cells are weighted by the share
+of the traffic's work that they carry within their family; the weighted mean of the cells' bounds is a
+conservative interval of the weighted ratio. `kernel_s` must be there for both families and cover the
+plan's share of the work; TTFT and TPOT are judged where they were measured; `first_call_s` is no steady
+state and is left to the report.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from data.lake import Lake
+from data.plan import Plan
+from gates import statistics
+from gates.evaluate import Note, evaluate, load_suite
+from gates.thresholds import Limits, load_limits
+from gates.verdict import Check, fail_closed
+
+REQUIRED = (("prefill", "kernel_s"), ("decode", "kernel_s"))
+
+# A cell that was measured again replaces its earlier row. A null weight or bound makes the sums null.
+_FAMILY = """
+with cells as (
+  select * from perf_cells
+  where release_id = $release and family = $family and metric = $metric
+  qualify row_number() over (partition by case_id, backend order by time desc) = 1
+)
+select count(*) as num_cells,
+  case when count(weight) = count(*) then sum(weight) end as weight,
+  strict_min(num_blocks) as num_blocks,
+  case when count(ratio) = count(*) then sum(weight * ratio) / sum(weight) end as ratio,
+  case when count(ratio_low) = count(*) then sum(weight * ratio_low) / sum(weight) end as ratio_low,
+  case when count(ratio_high) = count(*) then sum(weight * ratio_high) / sum(weight) end as ratio_high,
+  coalesce(max(ratio_low) filter (verdict = 'SLOW' and weight > $cell_weight), 0) as slow_cell,
+  arg_max(case_id, ratio_low) filter (verdict = 'SLOW' and weight > $cell_weight) as slow_case
+from cells
+"""
+
+_GROUPS = """
+select distinct family, metric from perf_cells
+where release_id = $release and metric in ('kernel_s', 'ttft_s', 'tpot_s') order by family, metric
+"""
+
+_SAMPLES = """
+select count(*) as num_samples,
+  count(*) filter (confirmed_backend is distinct from backend) as num_other,
+  string_agg(distinct concat(confirmed_backend, ' ran for ', backend), ', ')
+    filter (confirmed_backend is distinct from backend) as others
+from perf_samples where release_id = $release
+"""
+
+
+@fail_closed("baseline")
+def judge(lake: Path, release_id: str, plan: Plan) -> list[Check]:
+    """Judge perf_cells of this release, and that every sample behind them ran the backend it names."""
+    limits = load_limits("baseline", plan.name)
+    limits = limits.least(min_weight=plan.baseline.min_weight, min_blocks=plan.baseline.blocks)
+    with Lake(lake) as tables:
+        samples = tables.frame(_SAMPLES, release=release_id)
+        num = int(samples.iloc[0]["num_samples"])
+        notes = {"confirmed": Note(f"1 sample of {num}", num, str(samples.iloc[0]["others"]))}
+        checks = evaluate(load_suite("baseline_samples"), samples, limits, notes)
+        groups = tables.rows(_GROUPS, release=release_id)
+        for family, metric in dict.fromkeys((*REQUIRED, *groups)):
+            frame = tables.frame(
+                _FAMILY,
+                release=release_id,
+                family=family,
+                metric=metric,
+                cell_weight=limits.value("cell_weight"),
+            )
+            checks += _family_checks(family, metric, frame, limits)
+    return checks
+
+
+def _family_checks(family: str, metric: str, frame: pd.DataFrame, limits: Limits) -> list[Check]:
+    row = frame.iloc[0]
+    num = int(row["num_cells"])
+    interval = statistics.Interval(*(float(row[name]) for name in ("ratio", "ratio_low", "ratio_high")))
+    effect = statistics.detectable_ratio(interval)
+    covered = f"{num} cells cover {statistics.percent(float(row['weight']))} of the work"
+    slower = f"1 cell of {num}, +{statistics.percent(limits.value('cell_ratio') - 1)}"
+    notes = {
+        "blocks": Note(f"1 of {num} cells", num),
+        "ratio": Note(statistics.effect_phrase(f"{family} {metric}", effect), num, covered),
+        "worst_cell": Note(slower, num, str(row["slow_case"])),
+    }
+    prefix = f"{family}.{metric}."
+    checks = evaluate(load_suite("baseline"), frame, limits, notes, prefix=prefix)
+    if (family, metric) in REQUIRED:
+        weight = {"weight": Note(f"1 of {num} cells", num, covered)}
+        checks += evaluate(load_suite("baseline_weight"), frame, limits, weight, prefix=prefix)
+    return checks

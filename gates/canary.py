@@ -1,0 +1,217 @@
+"""Gate of one canary step: the candidate beside a control that got the same share at the same time.
+
+Two layers. `breach` is the fast one: called while a step runs, it names the first event that no user
+should see a second time. `judge` closes the step: what is deterministic (NaN, another backend, another
+environment, a lost request) fails on the first event, everything else is an interval against a limit.
+
+At the 100 % step control has no live traffic; it gets the mirror of the candidate's, and is compared
+with the candidate on the same requests.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics as stdlib_statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from data.plan import Plan
+from gates import statistics
+from gates.evaluate import Note, evaluate, load_suite
+from gates.served import (
+    CANDIDATE,
+    CONTROL,
+    CONTROL_SHADOW,
+    LIVE,
+    Arm,
+    ClientOutcome,
+    Span,
+    arm,
+    candidate_figures,
+    candidate_notes,
+    client_figures,
+    client_notes,
+    recorded,
+    rows_of,
+    served_rows,
+)
+from gates.thresholds import Limits, load_limits
+from gates.verdict import Check, fail_closed
+
+_COLUMNS = "request_id, ok, output_tokens, ttft_s, tpot_s, epoch(time) as at_s"
+_QUANTILES = {"p50": 0.50, "p95": 0.95}
+# With every request going to the candidate, one straggler of the step before must not be impossible.
+_LARGEST_SHARE = 0.99
+
+# One unit a session: sticky routing sends the whole of it to one arm.
+_UNITS = """coalesce(nullif(session_id, ''), request_id) as unit, release_id = $release
+  and side = 'candidate' as mine, epoch(time) - coalesce(e2e_s, 0) as arrived_s"""
+
+
+@fail_closed("canary")
+def judge(lake: Path, release_id: str, plan: Plan, *, share: int, span: Span, client: ClientOutcome) -> list[Check]:
+    """Judge the step that gave the candidate `share` percent of live traffic during `span`."""
+    limits = load_limits("canary", plan.name)
+    least = plan.canary.min_candidate_requests
+    limits = limits.least(
+        min_candidate_requests=least, min_control_requests=math.ceil(least * limits.value("control_share"))
+    )
+    control_rows = _control(share)
+    with served_rows(lake, release_id, span) as (tables, _):
+        candidate = arm(tables, release_id, CANDIDATE)
+        control = arm(tables, release_id, control_rows)
+        num_recorded = recorded(tables, release_id)
+        rows = rows_of(tables, release_id, CANDIDATE, _COLUMNS)
+        beside = rows_of(tables, release_id, control_rows, _COLUMNS)
+        units = rows_of(tables, release_id, LIVE, _UNITS)
+    figures = candidate_figures(candidate) | client_figures(client, num_recorded)
+    figures |= {
+        "num_control": control.num_requests,
+        "control_extra_ids": max(0, control.num_ids - 1),
+        "memory_ratio": candidate.peak_memory / control.peak_memory if control.peak_memory else math.nan,
+    }
+    notes = candidate_notes(candidate) | client_notes(client, num_recorded)
+    notes |= _arm_notes(candidate, control, figures["memory_ratio"], limits)
+    figures["sample_ratio_p"], notes["sample_ratio"] = _sample_ratio(units, share, span)
+    if share == 100:
+        rows = rows[rows["request_id"].isin(beside["request_id"])]
+    for metric in ("ttft", "tpot"):
+        figures |= _latency(metric, rows, beside, notes)
+    return evaluate(load_suite("canary"), pd.DataFrame([figures]), limits, notes)
+
+
+def _control(share: int) -> str:
+    """At 100 % control has no live rows, only copies."""
+    return CONTROL_SHADOW if share == 100 else CONTROL
+
+
+def _arm_notes(candidate: Arm, control: Arm, memory_ratio: float, limits: Limits) -> dict[str, Note]:
+    num, beside = candidate.num_requests, control.num_requests
+    memory = statistics.headroom_phrase("peak memory", memory_ratio, limits.value("memory_ratio"))
+    return {
+        "candidate_requests": Note(f"1 request of {num}", num, f"{num} candidate requests"),
+        "control_requests": Note(f"1 request of {beside}", beside, f"{beside} control requests"),
+        "control_fingerprint": Note(f"1 request of {beside}", beside, "control's environment changed"),
+        "memory": Note(memory, min(num, beside)),
+    }
+
+
+def _sample_ratio(units: pd.DataFrame, share: int, span: Span) -> tuple[float, Note]:
+    """Two-sided exact p of the candidate's share of sessions against the share that was set."""
+    # A request that arrived before the step was split by the shares of the step before.
+    arrived = units[units["arrived_s"] >= span.start.timestamp()].groupby("unit")["mine"].max()
+    num, mine = len(arrived), int(arrived.sum())
+    chance = min(share / 100, _LARGEST_SHARE)
+    p_value = statistics.share_p_value(mine, num, chance)
+    # 3.29 standard errors are p = 0.001.
+    shift = 3.29 * math.sqrt(chance * (1 - chance) / num) if num else math.nan
+    detail = f"{mine} of {num} sessions went to the candidate, {share} % was set"
+    return p_value, Note(f"share off by {statistics.percent(shift)}", num, detail)
+
+
+def _latency(metric: str, rows: pd.DataFrame, beside: pd.DataFrame, notes: dict[str, Note]) -> dict[str, float]:
+    """Ratio of P50 and P95, candidate over control, with bounds by shared windows."""
+    first, second = _measured(metric, rows), _measured(metric, beside)
+    first_windows, second_windows, num_windows = statistics.windows(first["at_s"], second["at_s"])
+    figures: dict[str, float] = {}
+    for name, quantile in _QUANTILES.items():
+        ratio = statistics.quantile_ratio(
+            first[f"{metric}_s"],
+            second[f"{metric}_s"],
+            quantile,
+            candidate_windows=first_windows,
+            control_windows=second_windows,
+            num_windows=num_windows,
+        )
+        check = f"{metric}_{name}_ratio"
+        figures |= {check: ratio.value, f"{check}_low": ratio.low, f"{check}_high": ratio.high}
+        phrase = statistics.effect_phrase(f"{metric.upper()} {name.upper()}", ratio.detectable)
+        bounds = f"{ratio.low:.3g} to {ratio.high:.3g} over {num_windows} windows"
+        notes[check] = Note(phrase, min(len(first), len(second)), bounds)
+    return figures
+
+
+def _measured(metric: str, rows: pd.DataFrame) -> pd.DataFrame:
+    """Ok rows; for TPOT those of two output tokens and more. A figure that is null stays, as NaN."""
+    answered = rows[rows["ok"].astype(bool)]
+    # A null count of tokens cannot excuse a null TPOT.
+    return answered[~(answered["output_tokens"] < 2)] if metric == "tpot" else answered
+
+
+@dataclass(frozen=True)
+class ServedRow:
+    """What the fast layer looks at."""
+
+    fault: bool
+    nonfinite: bool
+    wrong_backend: bool
+    tpot_s: float | None
+
+
+_FAST = """side, coalesce(fault, true) as fault, coalesce(num_nonfinite, 0) > 0 as nonfinite,
+  ok and not confirmed as wrong, tpot_s"""
+
+
+class _Follower:
+    """Rows of a step as they come. A Parquet file never changes, so none is read twice."""
+
+    def __init__(self, lake: Path, release_id: str, share: int, start: datetime) -> None:
+        self._lake, self._release_id, self._start = lake, release_id, start
+        self._which = f"({CANDIDATE}) or ({_control(share)})"
+        self._seen: set[Path] = set()
+        self._rows: dict[str, list[ServedRow]] = {"candidate": [], "control": []}
+
+    def poll(self) -> tuple[list[ServedRow], list[ServedRow]]:
+        # No end: a file is read once, also for rows that are later than this moment's clock.
+        span = Span(self._start, datetime.max.replace(tzinfo=UTC))
+        with served_rows(self._lake, self._release_id, span, self._seen) as (tables, read):
+            frame = rows_of(tables, self._release_id, self._which, _FAST)
+        self._seen.update(read)
+        for side, fault, nonfinite, wrong, tpot_s in frame.itertuples(index=False):
+            measured = None if np.isnan(tpot_s) else float(tpot_s)
+            self._rows[side].append(ServedRow(bool(fault), bool(nonfinite), bool(wrong), measured))
+        return list(self._rows["candidate"]), list(self._rows["control"])
+
+
+_follow = lru_cache(maxsize=4)(_Follower)
+
+
+def recent(lake: Path, release_id: str, *, share: int, start: datetime) -> tuple[list[ServedRow], list[ServedRow]]:
+    """Candidate's and control's rows since the step's start, oldest first, for `breach`.
+
+    Cheap to call each half second: what an earlier call with the same arguments read is remembered.
+    """
+    return _follow(lake, release_id, share, start).poll()
+
+
+def breach(candidate: Sequence[ServedRow], control: Sequence[ServedRow], plan: Plan) -> str | None:
+    """Why the step must end now, or None. Rows are the step's so far, oldest first."""
+    limits = load_limits("canary", plan.name)
+    if any(row.nonfinite for row in candidate):
+        return "a candidate request produced NaN or Inf logits"
+    if any(row.wrong_backend for row in candidate):
+        return "a candidate request ran another backend than the resolved one"
+    last = candidate[-int(limits.value("breach_last")) :]
+    faults = sum(row.fault for row in last)
+    if faults >= limits.value("breach_errors"):
+        return f"{faults} of the candidate's last {len(last)} requests failed"
+    return _slow(candidate, control, limits)
+
+
+def _slow(candidate: Sequence[ServedRow], control: Sequence[ServedRow], limits: Limits) -> str | None:
+    """Median TPOT of the candidate's last requests against control's of the step."""
+    mine = [row.tpot_s for row in candidate if row.tpot_s is not None]
+    theirs = [row.tpot_s for row in control if row.tpot_s is not None]
+    least = int(limits.value("breach_candidate"))
+    if len(mine) < least or len(theirs) < limits.value("breach_control"):
+        return None
+    slow, usual = stdlib_statistics.median(mine[-least:]), stdlib_statistics.median(theirs)
+    if slow <= limits.value("breach_tpot_ratio") * usual:
+        return None
+    return f"median TPOT of the candidate's last {least} requests is {slow / usual:.1f} times control's"

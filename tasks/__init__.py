@@ -1,0 +1,1 @@
+"""The stages of a release and their helpers, one module each."""

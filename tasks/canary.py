@@ -1,0 +1,168 @@
+"""Stage `canary`: real requests, a growing share, a control beside the candidate, rollback at once.
+
+While a step runs, every half second the fast layer looks at what both arms served so far and ends the
+step on the first breach. A step whose evidence does not decide gathers as much again, a few times;
+then it is held. At 100 % no live request is left for a control, so it gets a copy of each one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from data.requests import TrafficRequest
+from gates import canary as gate
+from gates.served import ClientOutcome, Span
+from gates.verdict import Check, GateReport, Verdict, error_check
+from tasks.context import Context, StageOutcome
+from tasks.moves import move, settle
+from tasks.record import Shares
+from tasks.router import EnvoyRouter
+from tasks.traffic import Played, endless, play
+
+
+@dataclass
+class _Step:
+    """One share: replies so far and the time they span."""
+
+    share: int
+    start: datetime
+    played: list[Played]
+
+    def client(self) -> ClientOutcome:
+        parts = [p.outcome() for p in self.played]
+        return ClientOutcome(sum(p.sent for p in parts), sum(p.ok for p in parts), sum(p.lost for p in parts))
+
+    def served(self, role: str) -> int:
+        return sum(p.of(role) for p in self.played)
+
+
+def shares_of(percent: int) -> Shares:
+    """Candidate and control alike, the champion the rest; above 50 % control gets what is left."""
+    control = min(percent, 100 - percent)
+    return Shares(champion=100 - percent - control, control=control, candidate=percent)
+
+
+def run(context: Context, router: EnvoyRouter, requests: list[TrafficRequest]) -> StageOutcome:
+    """All steps of the plan, up to the first that is not passed."""
+    checks: list[Check] = []
+    detail: dict[str, Any] = {"steps": []}
+    arrivals = endless(requests)
+    for share in context.plan.canary.steps:
+        step = _Step(share, datetime.now(UTC), [])
+        move(
+            context,
+            router,
+            shares=shares_of(share),
+            mirror=1.0 if share == 100 else 0.0,
+            mirror_to="control" if share == 100 else "candidate",
+            state="canary",
+        )
+        report = _judged(context, router, step, arrivals)
+        client = step.client()
+        detail["steps"].append(
+            {"share": share, "sent": client.sent, "lost": client.lost, "candidate": step.served("candidate")}
+        )
+        checks += [c.model_copy(update={"check": f"{share}%.{c.check}"}) for c in report.checks]
+        context.say(
+            f"canary: {share} %: {step.served('candidate')} requests by the candidate,"
+            f" {client.lost} of {client.sent} lost, {report.verdict}"
+        )
+        if report.verdict is not Verdict.PASS:
+            break
+    return StageOutcome(GateReport(stage="canary", checks=tuple(checks)), detail)
+
+
+def _judged(
+    context: Context, router: EnvoyRouter, step: _Step, arrivals: Iterator[tuple[float, TrafficRequest]]
+) -> GateReport:
+    """Gather and judge; an inconclusive step gathers again, `max_extensions` times."""
+    plan = context.plan.canary
+    report = GateReport(stage="canary", checks=())
+    for turn in range(plan.max_extensions + 1):
+        wanted = plan.min_candidate_requests * (turn + 1)
+        stopped = _gather(context, router, step, arrivals, wanted)
+        if stopped is not None:
+            return GateReport(stage="canary", checks=(_breach(step, stopped),))
+        span = Span(step.start, datetime.now(UTC))
+        report = gate.judge(
+            context.lake, context.release_id, context.plan, share=step.share, span=span, client=step.client()
+        )
+        _write_window(context, step, span, turn)
+        if report.verdict is not Verdict.INCONCLUSIVE:
+            break
+        if turn < plan.max_extensions:
+            context.say(f"canary: {step.share} %: not decided by {wanted} requests ({report.reason}); gathering more")
+    return report
+
+
+def _gather(
+    context: Context, router: EnvoyRouter, step: _Step, arrivals: Iterator[tuple[float, TrafficRequest]], wanted: int
+) -> str | None:
+    """Play until the candidate served `wanted` requests in this step; the breach that ended it early."""
+    have = step.served("candidate")
+    missing = wanted - have
+    if missing <= 0:
+        return None
+    played = play(
+        _from_now(arrivals),
+        f"http://127.0.0.1:{router.port}",
+        max_in_flight=context.plan.traffic.max_in_flight,
+        enough=lambda so_far: so_far.of("candidate") >= missing,
+        most=math.ceil(missing * 100 / step.share) * 3 + 50,
+        tick=lambda so_far: _tick(context, step),
+    )
+    step.played.append(played)
+    if played.stopped is None:
+        settle(context, "candidate", shadow=False, since=step.start, at_least=step.served("candidate"))
+    return played.stopped
+
+
+def _from_now(arrivals: Iterator[tuple[float, TrafficRequest]]) -> Iterator[tuple[float, TrafficRequest]]:
+    """The rest of the arrivals, with the next one at second 0."""
+    first: float | None = None
+    for moment, request in arrivals:
+        first = moment if first is None else first
+        yield moment - first, request
+
+
+def _tick(context: Context, step: _Step) -> str | None:
+    context.check()
+    span = Span(step.start, datetime.now(UTC))
+    candidate, control = gate.recent(context.lake, context.release_id, share=step.share, span=span)
+    return gate.breach(candidate, control, context.plan)
+
+
+def _breach(step: _Step, why: str) -> Check:
+    check = error_check("breach", why)
+    return check.model_copy(update={"verdict": Verdict.FAIL, "num_evidence": step.served("candidate")})
+
+
+def _write_window(context: Context, step: _Step, span: Span, turn: int) -> None:
+    """Rows of `canary_windows`: what both arms served in the step, as the gate read it."""
+    from data.lake import Lake
+
+    with Lake(context.lake) as lake:
+        frame = lake.frame(
+            "select side, max(fingerprint_id) as fingerprint_id, count(*) as num_requests,"
+            " count(*) filter (status <> 200 or finish_reason = 'error') as num_errors,"
+            " sum(num_nonfinite)::bigint as num_nonfinite, count(*) filter (fallback) as num_fallbacks,"
+            " count(*) filter (confirmed_decode like 'unconfirmed%') as num_unconfirmed,"
+            " quantile_cont(ttft_s, 0.5) as ttft_p50_s, quantile_cont(ttft_s, 0.95) as ttft_p95_s,"
+            " quantile_cont(tpot_s, 0.5) as tpot_p50_s, quantile_cont(tpot_s, 0.95) as tpot_p95_s,"
+            " max(peak_memory_bytes) as peak_memory_bytes"
+            " from requests where release_id = $release and side in ('candidate', 'control')"
+            " and epoch(time) >= $start and epoch(time) < $end group by side",
+            release=context.release_id,
+            start=span.start.timestamp(),
+            end=span.end.timestamp(),
+        )
+    records = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    rows = [
+        {**{str(k): v for k, v in row.items()}, "stage": "canary", "share": step.share, "window": turn}
+        for row in records
+    ]
+    context.write("canary_windows", rows)

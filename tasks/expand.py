@@ -1,0 +1,83 @@
+"""Stage `expand`: the candidate as the only backend of the cell, then the hand-over.
+
+The hand-over loses nothing: while the candidate serves everything, the champion's endpoint becomes the
+candidate's port; only then do the shares go to 100/0/0, which by then is the same process. The old
+champion is kept warm as `previous`.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+
+from data.requests import TrafficRequest
+from gates import expand as gate
+from gates.served import Span
+from tasks.context import Context, StageOutcome
+from tasks.instances import candidate_command
+from tasks.moves import move, settle
+from tasks.record import Deployed, Record, Shares
+from tasks.router import EnvoyRouter
+from tasks.traffic import endless, play
+
+
+def run(context: Context, router: EnvoyRouter, requests: list[TrafficRequest]) -> StageOutcome:
+    """Play the plan's requests with everything on the candidate, and judge its rows."""
+    plan = context.plan.expand
+    start = datetime.now(UTC)
+    move(context, router, mirror=0.0, shares=Shares(champion=0, control=0, candidate=100))
+
+    def tick(_: object) -> str | None:
+        context.check()
+        return None
+
+    played = play(
+        endless(requests, start=len(requests) // 2),
+        f"http://127.0.0.1:{router.port}",
+        max_in_flight=context.plan.traffic.max_in_flight,
+        enough=lambda so_far: so_far.sent >= plan.requests,
+        most=plan.requests,
+        tick=tick,
+    )
+    settle(context, "candidate", shadow=False, since=start, at_least=played.of("candidate"))
+    outcome = played.outcome()
+    report = gate.judge(
+        context.lake, context.release_id, context.plan, span=Span(start, datetime.now(UTC)), client=outcome
+    )
+    context.say(f"expand: {outcome.ok} of {outcome.sent} requests answered by the candidate alone")
+    return StageOutcome(report, {"sent": outcome.sent, "lost": outcome.lost})
+
+
+def hand_over(context: Context, router: EnvoyRouter, fingerprint_id: str, backends: dict[str, str]) -> Record:
+    """Make the candidate the champion and the champion `previous`; the new record.
+
+    Raises RouterError before the record names a new champion, so that a failure leaves the old one.
+    """
+    held = context.update(lambda record: None)
+    if held.candidate_instance is None:
+        raise RuntimeError("the record names no candidate instance to hand over")
+    router.set_endpoint("champion", held.candidate_instance.port, generation=held.generation)
+
+    def change(record: Record) -> None:
+        record.previous = record.champion
+        record.champion = Deployed(
+            release_id=context.release_id,
+            candidate=context.candidate.candidate.name,
+            candidate_file=str(context.candidate.file),
+            identity=context.candidate.identity,
+            fingerprint_id=fingerprint_id,
+            backends=backends,
+            model_path=str(context.cell.model_path),
+            policy=str(context.candidate.policy_path),
+            environment=context.candidate.candidate.environment,
+            command=candidate_command(context),
+            instance=record.candidate_instance,
+            promoted_at=time.time(),
+        )
+        record.candidate_instance = record.control_instance = None
+        record.state, record.shares, record.mirror, record.reason = "promoted", Shares(), 0.0, "every gate passed"
+
+    record = context.update(change)
+    router.set_shares(100, 0, 0, record.generation)
+    context.event("promoted", f"{context.candidate.candidate.name} is champion", subject=context.release_id)
+    return record

@@ -1,0 +1,95 @@
+"""The serving instances of a release: candidate and control, started side by side and put behind the router.
+
+Control is a champion instance that gets the candidate's share and nothing more, so that the two
+compare under equal load.
+"""
+
+from __future__ import annotations
+
+from attention.job import Setup
+from data.environment import Environment
+from tasks.context import Context
+from tasks.environment import serve_command
+from tasks.processes import free_port, start_instance, stop_process, wait_ready
+from tasks.record import Instance, Record
+from tasks.router import Router
+
+READY_S = 180.0
+
+
+def command(
+    setup: Setup, environment: Environment, *, release_id: str, side: str, instance: str, lake: str, gpu: str
+) -> list[str]:
+    """The command line of one instance, all paths absolute."""
+    return serve_command(
+        environment,
+        {
+            "model": str(setup.model.resolve()),
+            "policy": str(setup.policy.resolve()),
+            "release-id": release_id,
+            "side": side,
+            "instance": instance,
+            "lake": lake,
+            "gpu": gpu,
+            "threads": str(setup.num_threads),
+            "dtype": setup.dtype,
+            "fault": setup.fault,
+        },
+    )
+
+
+def candidate_command(context: Context) -> list[str]:
+    return command(
+        context.setup("candidate"),
+        context.environment("candidate"),
+        release_id=context.release_id,
+        side="candidate",
+        instance=f"candidate-{context.release_id}",
+        lake=str(context.lake),
+        gpu=context.cell.gpu,
+    )
+
+
+def _control_command(context: Context) -> list[str]:
+    return command(
+        context.setup("champion"),
+        context.environment("champion"),
+        release_id=context.release_id,
+        side="control",
+        instance=f"control-{context.release_id}",
+        lake=str(context.lake),
+        gpu=context.cell.gpu,
+    )
+
+
+def start(context: Context, router: Router) -> tuple[Instance, Instance]:
+    """Candidate and control, ready and behind the router with share 0.
+
+    Raises ProcessError when one does not become ready; the message quotes its reasons.
+    """
+    stop(context)
+    candidate = _launch(context, "candidate", candidate_command(context))
+    control = _launch(context, "control", _control_command(context))
+
+    def note(record: Record) -> None:
+        record.candidate_instance, record.control_instance = candidate, control
+
+    context.update(note)
+    for instance in (candidate, control):
+        wait_ready(instance, READY_S)
+        context.check()
+    generation = context.store.load().generation
+    router.set_endpoint("candidate", candidate.port, generation=generation)
+    router.set_endpoint("control", control.port, generation=generation)
+    return candidate, control
+
+
+def _launch(context: Context, role: str, run: list[str]) -> Instance:
+    return start_instance(context.folder, f"{role}-{context.release_id}", role, run, free_port())
+
+
+def stop(context: Context, *, keep_candidate: bool = False) -> None:
+    """Stop what this release started: a promoted candidate is kept."""
+    stop_process(context.folder, f"control-{context.release_id}")
+    if not keep_candidate:
+        stop_process(context.folder, f"candidate-{context.release_id}")

@@ -1,0 +1,136 @@
+"""Stage `replay`: numbers in three layers, recorded in each environment and compared outside.
+
+tensor: every case against the fp64 oracle, on both sides; model: teacher-forced hidden states of both
+sides through one lm_head; business: greedy answers to the golden set, graded and paired by prompt.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from attention.job import (
+    BusinessReplayJob,
+    CompareJob,
+    ModelReplayJob,
+    Prompt,
+    TensorReplayJob,
+)
+from data.golden_set import GoldenPrompt, load_golden, sample
+from data.requests import read_traffic
+from gates import replay as gate
+from tasks.context import Context, Side, StageOutcome
+from tasks.environment import Job, measure, measure_all
+from tasks.fingerprint import SIDES
+from tasks.grade import grade
+
+SAMPLE_SEED = 20261129  # of golden prompts and traffic: the same choice in every release of a plan
+
+
+def run(context: Context) -> StageOutcome:
+    """Record all layers (two processes at a time), compare, grade, judge."""
+    golden = sample(load_golden().prompts, context.plan.replay.golden_prompts, SAMPLE_SEED)
+    prompts = _model_prompts(context)
+    jobs = [job for side in SIDES for job in _jobs(context, side, prompts, golden)]
+    # Longest first keeps both cores busy to the end.
+    results = dict(zip((job.name for job in jobs), measure_all(jobs, context.work), strict=True))
+    context.say(f"replay: tensor {results['replay-tensor-candidate']['cases']} cases a side")
+    compared = measure(_compare(context, prompts, results), context.work)
+    context.say(f"replay: model {compared['positions']} positions through one lm_head")
+    passed = {side: _grade(context, side, golden, results[f"replay-business-{side}"]) for side in SIDES}
+    context.say(f"replay: business {passed['candidate']} of {len(golden)} passed, champion {passed['champion']}")
+    report = gate.judge(context.lake, context.release_id, context.plan)
+    return StageOutcome(report, {"positions": compared["positions"], "golden_passed": passed})
+
+
+def tensor_seeds(context: Context) -> tuple[int, ...]:
+    """Fresh seeds a release, drawn from its id: a candidate cannot be fitted to them."""
+    draw = random.Random(context.release_id)  # noqa: S311
+    return tuple(draw.randrange(1 << 31) for _ in range(context.plan.replay.seeds))
+
+
+def _model_prompts(context: Context) -> tuple[Prompt, ...]:
+    """Chat requests of the traffic, spread over its lengths, as teacher-forced texts."""
+    requests = [r for r in read_traffic(context.candidate.traffic_path).requests if r.body.messages]
+    draw = random.Random(SAMPLE_SEED)  # noqa: S311
+    chosen = draw.sample(requests, min(context.plan.replay.model_prompts, len(requests)))
+    return tuple(
+        Prompt(
+            prompt_id=r.custom_id,
+            category=r.category,
+            language=r.language,
+            messages=tuple(m.model_dump(exclude_none=True) for m in r.body.messages or ()),
+            tools=r.body.tools,
+        )
+        for r in chosen
+    )
+
+
+def _jobs(context: Context, side: Side, prompts: tuple[Prompt, ...], golden: list[GoldenPrompt]) -> list[Job]:
+    plan, setup, evidence = context.plan.replay, context.setup(side), context.evidence(side)
+    business = BusinessReplayJob(
+        setup=setup,
+        evidence=evidence,
+        prompts=tuple(
+            Prompt(
+                prompt_id=g.prompt_id,
+                category=g.category,
+                language=g.language,
+                messages=tuple(m.model_dump(exclude_none=True) for m in g.messages),
+                max_tokens=min(g.max_tokens, plan.golden_max_tokens),
+            )
+            for g in golden
+        ),
+    )
+    model = ModelReplayJob(
+        setup=setup,
+        evidence=evidence,
+        prompts=prompts,
+        max_tokens=plan.model_tokens,
+        decode_tokens=plan.decode_tokens,
+    )
+    tensor = TensorReplayJob(setup=setup, evidence=evidence, seeds=tensor_seeds(context), max_kv_len=plan.max_kv_len)
+    named = {"business": business, "model": model, "tensor": tensor}
+    return [Job(f"replay-{layer}-{side}", job, context.environment(side)) for layer, job in named.items()]
+
+
+def _compare(context: Context, prompts: tuple[Prompt, ...], results: dict[str, dict[str, Any]]) -> Job:
+    candidate = results["replay-model-candidate"]
+    job = CompareJob(
+        setup=context.setup("candidate"),
+        evidence=context.evidence("candidate"),
+        champion=Path(results["replay-model-champion"]["out"]) / "hidden.safetensors",
+        candidate=Path(candidate["out"]) / "hidden.safetensors",
+        prompts=prompts,
+        confirmed=candidate["confirmed"],
+    )
+    return Job("replay-compare", job, context.environment("candidate"))
+
+
+def _grade(context: Context, side: Side, golden: list[GoldenPrompt], result: dict[str, Any]) -> int:
+    """Grade one side's answers into `business_replay`; how many passed."""
+    answers = {a["prompt_id"]: a for a in result["answers"]}
+    rows = []
+    for prompt in golden:
+        answer = answers[prompt.prompt_id]
+        verdict = grade(prompt, answer["output_text"])
+        rows.append(
+            {
+                "side": side,
+                "fingerprint_id": result["fingerprint_id"],
+                "backend": answer["confirmed_decode"] or answer["confirmed_prefill"],
+                "confirmed_backend": answer["confirmed_decode"] or answer["confirmed_prefill"],
+                "prompt_id": prompt.prompt_id,
+                "category": prompt.category,
+                "language": prompt.language,
+                "passed": verdict.passed,
+                "grader": verdict.grader,
+                "detail": verdict.detail,
+                "output_text": answer["output_text"],
+                "output_tokens": answer["output_tokens"],
+                "error": answer["error"],
+            }
+        )
+    context.write("business_replay", rows)
+    return sum(bool(row["passed"]) for row in rows)

@@ -1,0 +1,156 @@
+"""report.html: one file that a reviewer can open anywhere, mail, or read inside MLflow.
+
+    write(story, folder)      # folder/report.html, with the figures folder/<stage>.png in it
+
+Everything is inlined, nothing is fetched and nothing runs: no script, no link, no font. All text is
+escaped, because messages quote names from candidates and errors from libraries.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+
+from gates.report import Row, table
+from gates.verdict import GateReport
+from tasks.files import write_atomically
+from tasks.story import STAGES, Story
+
+MAX_EVENTS = 200
+
+_STYLE = """
+:root { color-scheme: light; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; margin: 0 auto;
+       max-width: 1040px; padding: 24px 20px 60px; }
+h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 32px 0 8px; }
+h1 .word { padding: 1px 10px; border-radius: 4px; color: #fff; margin-right: 6px; }
+.PASS { background: #00785a; } .FAIL { background: #b34700; } .HOLD { background: #8a6100; }
+.OPEN { background: #555; }
+p.reason { margin: 0 0 16px; font-size: 16px; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; margin: 0; }
+dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
+table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
+th, td { text-align: left; vertical-align: top; padding: 4px 10px 4px 0; border-bottom: 1px solid #e3e3e3; }
+th { color: #555; font-weight: 600; } td.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
+tr.gate td { background: #f4f4f4; font-weight: 600; padding-left: 6px; }
+td { overflow-wrap: anywhere; }
+b.pass { color: #00785a; } b.fail, b.error { color: #b34700; } b.inconclusive { color: #8a6100; }
+small { color: #666; display: block; }
+img { max-width: 100%; border: 1px solid #e3e3e3; border-radius: 4px; }
+pre { background: #f6f6f6; padding: 10px 12px; overflow-x: auto; font-size: 12.5px; border-radius: 4px; }
+summary { cursor: pointer; font-weight: 600; }
+"""
+# Should an escape ever be forgotten, the browser still runs and fetches nothing.
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+def write(story: Story, folder: Path) -> Path:
+    """Write `folder/report.html` with every figure `folder/<stage>.png` that is there."""
+    figures = [path for stage in STAGES if (path := folder / f"{stage}.png").is_file()]
+    path = folder / "report.html"
+    write_atomically(path, render(story, figures))
+    return path
+
+
+def render(story: Story, figures: Iterable[Path] = ()) -> str:
+    """The page. `figures` are PNG files named by their stage."""
+    parts = (
+        _head(story),
+        _gates(story.gates),
+        *(_figure(path) for path in figures),
+        _events(story),
+        _block("Fingerprint", story.fingerprint_json, is_open=False),
+        _block("Policy", story.policy_yaml, is_open=True),
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(story.headline)}</title><style>{_STYLE}</style></head>\n<body>\n"
+        + "\n".join(part for part in parts if part)
+        + "\n</body></html>\n"
+    )
+
+
+def _head(story: Story) -> str:
+    word, _, rest = story.headline.partition(" ")
+    facts = {
+        "release": story.release_id,
+        "state": story.state,
+        "model family, GPU": f"{story.family}, {story.gpu}",
+        "compared with": story.champion,
+        "confirmed backend": story.confirmed_backend,
+        "fingerprint": story.fingerprint_id,
+        "tags": ", ".join(story.tags),
+    }
+    lines = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items() if value)
+    reason = f'<p class="reason">{escape(story.reason)}</p>' if story.reason else ""
+    return f'<h1><span class="word {word}">{word}</span>{escape(rest)}</h1>\n{reason}<dl>{lines}</dl>'
+
+
+def _gates(gates: Iterable[GateReport]) -> str:
+    rows = "\n".join(_gate(gate) for gate in gates)
+    if not rows:
+        return "<h2>Gates</h2><p>No gate has judged yet.</p>"
+    heads = "".join(
+        f"<th>{name}</th>"
+        for name in ("check", "verdict", "observed", "limit", "smallest visible effect", "evidence", "owner")
+    )
+    return f"<h2>Gates</h2>\n<table><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table>"
+
+
+def _gate(gate: GateReport) -> str:
+    head = f'<tr class="gate"><td colspan="7">{escape(gate.stage)}: {_verdict(gate.verdict.value)}</td></tr>'
+    return "\n".join([head, *(_check(row) for row in table(gate))])
+
+
+def _check(row: Row) -> str:
+    why = "".join(
+        f"<small>{escape(text)}</small>"
+        for text in (
+            row.message if row.verdict != "pass" else "",
+            f"limit: {row.reason}" if row.reason else "",
+        )
+        if text
+    )
+    return (
+        f"<tr><td>{escape(row.check)}{why}</td><td>{_verdict(row.verdict)}</td>"
+        f'<td class="number">{escape(row.observed)}</td><td class="number">{escape(row.limit)}</td>'
+        f'<td>{escape(row.detectable)}</td><td class="number">{row.num_evidence}</td>'
+        f"<td>{escape(row.owner)}</td></tr>"
+    )
+
+
+def _verdict(verdict: str) -> str:
+    return f'<b class="{escape(verdict)}">{escape(verdict)}</b>'
+
+
+def _figure(path: Path) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    name = escape(path.stem)
+    return f'<h2>{name}</h2>\n<img alt="figure of the stage {name}" src="data:image/png;base64,{data}">'
+
+
+def _events(story: Story) -> str:
+    if not story.events:
+        return ""
+    shown = story.events[-MAX_EVENTS:]
+    rows = "".join(
+        f"<tr><td class='number'>{event.time.strftime('%H:%M:%S') if event.time else ''}</td>"
+        f"<td>{escape(event.severity)}</td><td>{escape(event.kind)}</td><td>{escape(event.subject)}</td>"
+        f"<td>{escape(event.message)}</td></tr>"
+        for event in shown
+    )
+    heads = "".join(f"<th>{name}</th>" for name in ("time", "severity", "event", "subject", "what happened"))
+    earlier = len(story.events) - len(shown)
+    note = f"<p>The last {len(shown)}; {earlier} earlier ones are in the lake.</p>" if earlier else ""
+    return f"<h2>Events</h2>\n{note}<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _block(title: str, text: str | None, *, is_open: bool) -> str:
+    if not text:
+        return ""
+    opened = " open" if is_open else ""
+    return f"<h2>{title}</h2>\n<details{opened}><summary>show</summary><pre>{escape(text)}</pre></details>"

@@ -1,0 +1,53 @@
+"""Stage `shadow`: live requests are copied to the candidate, whose replies nobody gets.
+
+Proxies discard shadow replies, so both instances record their own rows in `requests`; they pair by
+x-request-id, and their tokens must agree.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from data.requests import TrafficRequest
+from gates import shadow as gate
+from gates.served import Span
+from tasks.context import Context, StageOutcome
+from tasks.moves import move, settle
+from tasks.router import EnvoyRouter
+from tasks.traffic import Played, endless, play
+
+
+def run(context: Context, router: EnvoyRouter, requests: list[TrafficRequest]) -> StageOutcome:
+    """Mirror the plan's fraction to the candidate, play the plan's requests, compare the pairs."""
+    plan = context.plan.shadow
+    before = router.observe().counts["shadow"]
+    start = datetime.now(UTC)
+    move(context, router, mirror=plan.fraction, mirror_to="candidate", state="shadow")
+    played = play(
+        endless(requests),
+        f"http://127.0.0.1:{router.port}",
+        max_in_flight=context.plan.traffic.max_in_flight,
+        enough=lambda so_far: so_far.sent >= plan.requests,
+        most=plan.requests,
+        tick=lambda so_far: _tick(context, so_far),
+    )
+    move(context, router, mirror=0.0)
+    settle(
+        context, "candidate", shadow=True, since=start, at_least=router.observe().counts["shadow"].total - before.total
+    )
+    after = router.observe().counts["shadow"]
+    report = gate.judge(
+        context.lake,
+        context.release_id,
+        context.plan,
+        span=Span(start, datetime.now(UTC)),
+        overflow=after.overflow - before.overflow,
+    )
+    outcome = played.outcome()
+    context.say(f"shadow: {outcome.ok} of {outcome.sent} user requests answered, {after.total - before.total} copied")
+    return StageOutcome(report, {"sent": outcome.sent, "lost": outcome.lost, "copied": after.total - before.total})
+
+
+def _tick(context: Context, played: Played) -> str | None:
+    context.check()
+    return None

@@ -1,0 +1,197 @@
+"""Users, played: recorded requests sent through the router as clients would send them.
+
+Arrivals are open-loop at the plan's rate (a slow server does not slow its users down), with a bound
+on requests in flight, so that a demo on two cores cannot drown itself. Each request carries an
+`x-request-id`, which pairs it with its shadow, and an `x-session-id`, which keeps a conversation on one
+arm; sessions are new in every pass over the file.
+
+A streamed reply counts as whole only with its `[DONE]`: a backend that dies mid-stream leaves status
+200 and a torso.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import httpx
+
+from data.requests import TrafficRequest
+from gates.served import ClientOutcome
+
+TIMEOUT_S = 60.0
+TICK_S = 0.5
+RETRIES = 2  # of a connection that was refused before a byte was sent
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the client saw of one request."""
+
+    request_id: str
+    status: int  # 0: no HTTP answer
+    complete: bool  # answered to its end
+    role: str  # x-attention-role: who served, as the router says
+    release: str  # x-attention-release, as the instance says
+    seconds: float
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 200 and self.complete
+
+
+@dataclass
+class Played:
+    """Replies so far, and why the play was cut short, if it was."""
+
+    replies: list[Reply] = field(default_factory=list)
+    sent: int = 0
+    stopped: str | None = None
+
+    def of(self, role: str) -> int:
+        """Complete replies that this role served."""
+        return sum(reply.ok and reply.role == role for reply in self.replies)
+
+    def outcome(self) -> ClientOutcome:
+        ok = sum(reply.ok for reply in self.replies)
+        return ClientOutcome(sent=self.sent, ok=ok, lost=self.sent - ok)
+
+
+def endless(requests: Sequence[TrafficRequest], start: int = 0) -> Iterator[tuple[float, TrafficRequest]]:
+    """(arrival second, request) from the `start`-th on, over and over, sessions renamed in each pass."""
+    tag = uuid.uuid4().hex[:8]
+    if not requests:
+        raise ValueError("no requests to play")
+    span = requests[-1].t_s - requests[0].t_s + (requests[-1].t_s / max(1, len(requests) - 1))
+    base = requests[start % len(requests)].t_s
+    for index in itertools.count(start):
+        turn, place = divmod(index, len(requests))
+        request = requests[place]
+        arrival = request.t_s + turn * span - base - (start // len(requests)) * span
+        yield arrival, request.model_copy(update={"session_id": f"{request.session_id}-{tag}-{turn}"})
+
+
+def play(
+    arrivals: Iterator[tuple[float, TrafficRequest]],
+    url: str,
+    *,
+    max_in_flight: int,
+    enough: Callable[[Played], bool],
+    most: int,
+    tick: Callable[[Played], str | None] = lambda played: None,
+    model: str | None = None,
+) -> Played:
+    """Send requests until `enough`, or `most` were sent, or `tick` (every 0.5 s) gives a reason to stop.
+
+    Requests in flight are always waited for: what was sent is counted. Exceptions of `tick` pass
+    through after that.
+    """
+    return asyncio.run(_play(arrivals, url, max_in_flight, enough, most, tick, model))
+
+
+async def _play(
+    arrivals: Iterator[tuple[float, TrafficRequest]],
+    url: str,
+    max_in_flight: int,
+    enough: Callable[[Played], bool],
+    most: int,
+    tick: Callable[[Played], str | None],
+    model: str | None,
+) -> Played:
+    played, room, tasks = Played(), asyncio.Semaphore(max_in_flight), set[asyncio.Task[None]]()
+    limits = httpx.Limits(max_connections=max_in_flight + 4)
+    failure: list[BaseException] = []
+
+    async def one(client: httpx.AsyncClient, request: TrafficRequest) -> None:
+        try:
+            played.replies.append(await _send(client, request, model))
+        finally:
+            room.release()
+
+    async def ticking() -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                played.stopped = played.stopped or await asyncio.to_thread(tick, played)
+            except BaseException as error:
+                failure.append(error)
+                played.stopped = played.stopped or f"{type(error).__name__}: {error}"
+                return
+
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
+        ticker = asyncio.create_task(ticking())
+        started = time.monotonic()
+        try:
+            while played.stopped is None and played.sent < most and not enough(played):
+                arrival, request = next(arrivals)
+                await _until(started + arrival, lambda: played.stopped is not None or enough(played))
+                await room.acquire()
+                if played.stopped is not None or enough(played):
+                    room.release()
+                    break
+                played.sent += 1
+                task = asyncio.create_task(one(client, request))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+        finally:
+            if tasks:
+                await asyncio.wait(tasks)
+            ticker.cancel()
+    if failure:
+        raise failure[0]
+    return played
+
+
+async def _until(moment: float, stop: Callable[[], bool]) -> None:
+    while (left := moment - time.monotonic()) > 0 and not stop():
+        await asyncio.sleep(min(left, 0.1))
+
+
+async def _send(client: httpx.AsyncClient, request: TrafficRequest, model: str | None) -> Reply:
+    request_id = str(uuid.uuid4())
+    headers = {"x-request-id": request_id, "x-session-id": request.session_id}
+    payload = request.payload()
+    if model is not None:
+        payload["model"] = model
+    started = time.perf_counter()
+    for attempt in itertools.count():
+        try:
+            async with client.stream("POST", request.endpoint, json=payload, headers=headers) as response:
+                complete = await _read(response, bool(payload.get("stream")))
+                return Reply(
+                    request_id=request_id,
+                    status=response.status_code,
+                    complete=complete,
+                    role=response.headers.get("x-attention-role", ""),
+                    release=response.headers.get("x-attention-release", ""),
+                    seconds=time.perf_counter() - started,
+                )
+        except httpx.ConnectError as error:
+            if attempt < RETRIES:
+                await asyncio.sleep(0.05)
+                continue
+            return _lost(request_id, started, error)
+        except httpx.HTTPError as error:
+            return _lost(request_id, started, error)
+    raise AssertionError("unreachable: every attempt returns or retries")
+
+
+def _lost(request_id: str, started: float, error: httpx.HTTPError) -> Reply:
+    what = f"{type(error).__name__}: {error}"
+    return Reply(request_id, 0, False, "", "", time.perf_counter() - started, what)
+
+
+async def _read(response: httpx.Response, stream: bool) -> bool:
+    """Read the body; whether it came to its end."""
+    if not stream or response.status_code != 200:
+        body = await response.aread()
+        return response.status_code == 200 and b"finish_reason" in body
+    done = False
+    async for line in response.aiter_lines():
+        done = done or line.strip() == "data: [DONE]"
+    return done

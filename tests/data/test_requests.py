@@ -1,0 +1,282 @@
+"""Reading, scaling and weighing traffic; the committed sample."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from attention.errors import UserError
+from data.plan import TrafficScale
+from data.requests import Bucket, RequestLength, Tokenizer, lengths, read_traffic, scale, shape_weights
+from data.traffic import make_sample
+
+SAMPLE = Path(make_sample.__file__).with_name("sample.jsonl")
+
+
+class Words:
+    """A tokenizer of words: the arithmetic under test does not depend on which tokenizer it is."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.ids: dict[str, int] = {}
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        ids = []
+        for word in re.findall(r"\S+", text):
+            if word not in self.ids:
+                self.ids[word] = len(self.words)
+                self.words.append(word)
+            ids.append(self.ids[word])
+        return ids
+
+    def decode(self, token_ids: list[int], /) -> str:
+        return " ".join(self.words[index] for index in token_ids)
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None,
+        tokenize: bool,
+        add_generation_prompt: bool,
+    ) -> str:
+        turns = [f"<{message['role']}> {message['content']} <end>" for message in conversation]
+        return "\n".join([*(json.dumps(tool) for tool in tools or ()), *turns, "<assistant>"])
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return Words()
+
+
+def request(number: int = 0, **changes: Any) -> dict[str, Any]:
+    return {
+        "custom_id": f"r{number}",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"model": "m", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 8},
+        "t_s": float(number),
+        "session_id": f"s{number}",
+        "category": "chat",
+        "language": "en",
+    } | changes
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8} | changes
+
+
+def chat(*turns: tuple[str, str]) -> dict[str, Any]:
+    return body(messages=[{"role": role, "content": content} for role, content in turns])
+
+
+def write(path: Path, *lines: object) -> Path:
+    texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    path.write_bytes(b"\n".join(texts) + b"\n")
+    return path
+
+
+def words(prefix: str, num: int) -> str:
+    return " ".join(f"{prefix}{index}" for index in range(num))
+
+
+def plan(**changes: Any) -> TrafficScale:
+    return TrafficScale.model_validate({"requests_per_s": 2.0, "max_in_flight": 4} | changes)
+
+
+def test_a_corrupt_line_is_reported_with_its_number_and_the_rest_goes_on(tmp_path: Path) -> None:
+    lines = [request(0), b'{"custom_id": "r1", "method"', b"", request(2), b"\xff\xfe", b"[]", request(3)]
+    traffic = read_traffic(write(tmp_path / "t.jsonl", *lines))
+    assert [r.custom_id for r in traffic.requests] == ["r0", "r2", "r3"]
+    assert [r.line for r in traffic.rejected] == [2, 5, 6]
+    assert all(r.reason and "\n" not in r.reason for r in traffic.rejected)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (request(body=body(max_tokens="8")), "body.max_tokens"),
+        (request(body=body(max_tokens=True)), "body.max_tokens"),
+        (request(body=body(max_tokens=0)), "body.max_tokens"),
+        (request(body={"model": "m", "messages": [{"role": "user", "content": "x"}]}), "body.max_tokens: Field"),
+        (request(body=body(messages=[])), "body.messages is missing or empty"),
+        (request(url="/v1/completions"), "body.prompt is missing or empty"),
+        (request(url="/v1/embeddings"), "url"),
+        (request(method="GET"), "method"),
+        (request(t_s=-1), "t_s"),
+        (request(t_s="soon"), "t_s"),
+        (json.dumps(request()).replace("0.0", "NaN").encode(), "t_s"),
+        (request(sesion_id="s"), "sesion_id: Extra"),
+        (request(body=body(messages=[{"role": "robot", "content": "x"}])), "body.messages.0.role"),
+        (request(body=body(messages=[{"role": "user", "content": [{"type": "image_url"}]}])), "only text"),
+        (b'{"custom_id": "\\ud800"}', "Invalid JSON"),
+        (b"[" * 100_000, "Invalid JSON"),
+    ],
+)
+def test_a_line_that_is_no_usable_request_says_which_field_and_why(tmp_path: Path, line: object, reason: str) -> None:
+    traffic = read_traffic(write(tmp_path / "t.jsonl", request(7), line))
+    [rejected] = traffic.rejected
+    assert rejected.line == 2
+    assert reason in rejected.reason
+
+
+def test_a_second_use_of_a_custom_id_is_rejected(tmp_path: Path) -> None:
+    traffic = read_traffic(write(tmp_path / "t.jsonl", request(0), request(1), request(0, t_s=9.0)))
+    assert [r.t_s for r in traffic.requests] == [0.0, 1.0]
+    assert [(r.line, "'r0'" in r.reason) for r in traffic.rejected] == [(3, True)]
+
+
+def test_a_missing_file_a_folder_and_a_file_without_a_usable_line_are_one_line_errors(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    write(tmp_path / "bad.jsonl", b"{", b"nope")
+    for name, why in [
+        ("absent.jsonl", "No such file"),
+        ("", "Is a directory"),
+        ("empty.jsonl", "it is empty"),
+        ("bad.jsonl", "line 1: Invalid JSON"),
+    ]:
+        with pytest.raises(UserError, match=why) as caught:
+            read_traffic(tmp_path / name)
+        assert "\n" not in str(caught.value)
+
+
+def test_requests_come_in_order_of_arrival(tmp_path: Path) -> None:
+    traffic = read_traffic(write(tmp_path / "t.jsonl", request(3), request(1), request(2)))
+    assert [r.custom_id for r in traffic.requests] == ["r1", "r2", "r3"]
+
+
+def test_what_a_client_sent_beyond_our_fields_is_sent_again(tmp_path: Path) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    sent = body(
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "ok"},
+        ],
+        top_p=0.5,
+        max_completion_tokens=9,
+    )
+    del sent["max_tokens"]
+    [only] = read_traffic(
+        write(tmp_path / "t.jsonl", b"\xef\xbb\xbf" + json.dumps(request(body=sent)).encode())
+    ).requests
+    payload = only.payload()
+    assert payload["max_tokens"] == 9
+    assert payload["top_p"] == 0.5
+    assert [message["content"] for message in payload["messages"]] == ["ab", "", "ok"]
+    assert payload["messages"][1]["tool_calls"] == [call]
+
+
+def test_scaling_divides_the_rendered_prompt(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    long = chat(("system", words("s", 400)), ("user", words("u", 1200)))
+    [shrunk] = scale(
+        read_traffic(write(tmp_path / "t.jsonl", request(body=long))), plan(divide_lengths_by=16), tokenizer
+    )
+    [length] = lengths([shrunk], tokenizer)
+    assert 98 <= length.prompt_tokens <= 1605 // 16 == 100
+    system, user = shrunk.body.messages or ()
+    assert system.content.startswith("s0 s1 s2")
+    assert user.content.endswith("u1198 u1199")
+
+
+def test_scaling_drops_the_earliest_turns_before_a_text_gets_too_short(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    turns = [(("user", "assistant")[i % 2], words(f"t{i}-", 100)) for i in range(9)]
+    traffic = read_traffic(write(tmp_path / "t.jsonl", request(body=chat(("system", "be brief"), *turns))))
+    [shrunk] = scale(traffic, plan(divide_lengths_by=16), tokenizer)
+    kept = shrunk.body.messages or ()
+    assert [message.role for message in kept] == ["system", "user", "assistant", "user"]
+    assert kept[0].content == "be brief"
+    assert kept[-1].content.endswith("t8-99")
+    assert min(len(message.content.split()) for message in kept[1:]) >= 8
+
+
+def test_a_short_text_survives_scaling_whole(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    texts = [request(0, body=chat(("user", "hello there"))), request(1, body=chat(("user", words("u", 20))))]
+    short, cut = scale(read_traffic(write(tmp_path / "t.jsonl", *texts)), plan(divide_lengths_by=1000), tokenizer)
+    assert [m.content for m in short.body.messages or ()] == ["hello there"]
+    assert [m.content for m in cut.body.messages or ()] == [words("u", 20).split(" ", 12)[12]]
+
+
+def test_a_plain_prompt_keeps_its_end(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    plain = request(url="/v1/completions", body={"model": "m", "prompt": words("p", 160), "max_tokens": 100})
+    [shrunk] = scale(read_traffic(write(tmp_path / "t.jsonl", plain)), plan(divide_lengths_by=16), tokenizer)
+    assert shrunk.body.prompt == "p150 p151 p152 p153 p154 p155 p156 p157 p158 p159"
+    assert shrunk.body.max_tokens == 6
+
+
+@pytest.mark.parametrize(
+    ("divisor", "cap", "wanted"), [(1, None, [3, 400]), (16, None, [2, 25]), (16, 16, [2, 16]), (1, 16, [3, 16])]
+)
+def test_output_is_divided_then_capped_and_leaves_two_tokens(
+    tmp_path: Path, tokenizer: Tokenizer, divisor: int, cap: int | None, wanted: list[int]
+) -> None:
+    lines = [request(i, body=body(max_tokens=m)) for i, m in enumerate((3, 400))]
+    scaled = scale(
+        read_traffic(write(tmp_path / "t.jsonl", *lines)),
+        plan(divide_lengths_by=divisor, max_output_tokens=cap),
+        tokenizer,
+    )
+    assert [r.body.max_tokens for r in scaled] == wanted
+
+
+def test_gaps_keep_their_pattern_at_the_rate_of_the_plan(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    lines = [request(i, t_s=t) for i, t in enumerate((10.0, 11.0, 14.0, 20.0))]
+    scaled = scale(read_traffic(write(tmp_path / "t.jsonl", *lines)), plan(requests_per_s=3.0), tokenizer)
+    assert [r.t_s for r in scaled] == pytest.approx([0.0, 0.1, 0.4, 1.0])
+    together = [request(i, t_s=5.0) for i in range(3)]
+    scaled = scale(read_traffic(write(tmp_path / "t.jsonl", *together)), plan(requests_per_s=2.0), tokenizer)
+    assert [r.t_s for r in scaled] == [0.0, 0.5, 1.0]
+
+
+def test_weights_are_squares_for_prefill_and_steps_by_kv_length_for_decode() -> None:
+    buckets = shape_weights([RequestLength("a", 30, 6), RequestLength("b", 100, 2), RequestLength("c", 5, 1)])
+    total = 30**2 + 100**2 + 5**2
+    # a decodes over 31, 32 | 33, 34, 35 keys, b over 101, c not at all.
+    assert buckets == [
+        Bucket("prefill", 128, "prefill/kv<=128", 100**2 / total),
+        Bucket("prefill", 32, "prefill/kv<=32", 30**2 / total),
+        Bucket("prefill", 16, "prefill/kv<=16", 5**2 / total),
+        Bucket("decode", 64, "decode/kv<=64", 3 / 6),
+        Bucket("decode", 32, "decode/kv<=32", 2 / 6),
+        Bucket("decode", 128, "decode/kv<=128", 1 / 6),
+    ]
+
+
+def test_the_sample_is_made_again_byte_for_byte() -> None:
+    assert make_sample.sample_text().encode() == SAMPLE.read_bytes()
+
+
+def test_the_sample_holds_the_mix_that_the_project_promises() -> None:
+    traffic = read_traffic(SAMPLE)
+    assert traffic.rejected == []
+    assert len(traffic.requests) >= 300
+    assert SAMPLE.stat().st_size < 3_000_000
+    assert {r.category for r in traffic.requests} == {"chat", "code", "json", "tool_call"}
+    assert {r.language for r in traffic.requests} == {"en", "de", "fr", "es", "it", "pt", "zh", "ja"}
+    assert {r.endpoint for r in traffic.requests} == {"/v1/chat/completions", "/v1/completions"}
+    assert all(r.body.tools for r in traffic.requests if r.category == "tool_call")
+    assert 0.4 < sum(r.body.stream for r in traffic.requests) / len(traffic.requests) < 0.6
+    turns = Counter(r.session_id for r in traffic.requests)
+    assert 0.2 < sum(n for n in turns.values() if n > 1) / len(traffic.requests) < 0.3
+
+
+def test_a_later_turn_of_the_sample_repeats_the_conversation_so_far() -> None:
+    sessions: dict[str, tuple[Any, ...]] = {}
+    for one in read_traffic(SAMPLE).requests:
+        messages = one.body.messages or ()
+        before = sessions.get(one.session_id, ())
+        assert messages[: len(before)] == before
+        sessions[one.session_id] = messages
+
+
+def test_the_sample_has_the_outputs_and_the_arrivals_of_the_trace() -> None:
+    requests = read_traffic(SAMPLE).requests
+    assert median(r.body.max_tokens for r in requests) == pytest.approx(129, rel=0.1)
+    assert (len(requests) - 1) / requests[-1].t_s == pytest.approx(5.53, rel=0.05)

@@ -1,0 +1,171 @@
+"""`up` and `down`: what is started, kept running, adopted, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from attention.errors import UserError
+from data.paths import repo_dir
+from flows.down import down
+from flows.up import up
+from tasks.processes import ProcessError, free_port, is_alive
+from tasks.record import Record, Shares
+from tests.stub_cell import FAMILY, GPU, StubCell, deployed, wait_until
+
+
+@pytest.fixture
+def cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubCell]:
+    monkeypatch.setenv("ATTENTION_RELEASE_HOME", str(tmp_path))
+    monkeypatch.setenv("ATTENTION_RELEASE_PORT", str(free_port()))
+    yield StubCell.here()
+    down(GPU, FAMILY, grace_s=2)
+
+
+def serves(cell: StubCell) -> bool:
+    try:
+        return cell.router.process() is not None and cell.served_by() != ""
+    except OSError:  # Envoy is there, its listener not yet
+        return False
+
+
+def test_up_serves_again_does_nothing_and_down_leaves_nothing(cell: StubCell) -> None:
+    first = up(GPU, FAMILY, champion=deployed("r1"))
+    assert cell.served_by() == first.release_id == "r1"
+    pids = cell.pids()
+    assert set(pids) == {"supervisor", "envoy", "watchdog", "champion-r1"}
+    assert up(GPU, FAMILY) == first and cell.pids() == pids
+    # What a killed release leaves behind has process files, and goes too.
+    orphans = [cell.start("r2", "candidate"), cell.start("r2", "control")]
+    stopped = down(GPU, FAMILY)
+    assert {process.name for process in stopped} == {*pids, "candidate-r2", "control-r2"}
+    assert cell.pids() == {} and list((cell.cell / "processes").iterdir()) == []
+    assert not any(Path(f"/proc/{pid}").exists() and find_state(pid) != "Z" for pid in pids.values())
+    assert not any(is_alive(orphan.pid, orphan.started) for orphan in orphans)
+    champion = cell.store.load().champion
+    assert champion is not None and champion.instance is None
+    assert down(GPU, FAMILY) == []
+
+
+def find_state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_what_dies_is_started_again(cell: StubCell) -> None:
+    up(GPU, FAMILY, champion=deployed("r1"))
+    before = cell.pids()
+    for name in ("envoy", "watchdog", "champion-r1"):
+        os.kill(before[name], signal.SIGKILL)
+    wait_until(lambda: set(cell.pids()) == set(before) and serves(cell), 10)
+    after = cell.pids()
+    assert after["supervisor"] == before["supervisor"]
+    assert all(after[name] != before[name] for name in ("envoy", "watchdog", "champion-r1"))
+
+
+def test_a_killed_supervisor_leaves_users_served_and_up_adopts_what_lives(cell: StubCell) -> None:
+    up(GPU, FAMILY, champion=deployed("r1"))
+    before = cell.pids()
+    os.kill(before["supervisor"], signal.SIGKILL)
+    wait_until(lambda: "supervisor" not in cell.pids())
+    assert serves(cell)
+    up(GPU, FAMILY)
+    after = cell.pids()
+    assert after.pop("supervisor") != before.pop("supervisor")
+    assert after == before
+
+
+def test_after_a_promotion_the_new_champion_is_the_one_that_is_kept(cell: StubCell) -> None:
+    up(GPU, FAMILY, champion=deployed("r1"))
+    candidate = cell.start("r2", "candidate")
+
+    def promote(record: Record) -> None:
+        record.previous = record.champion
+        record.champion = deployed("r2", candidate)
+
+    generation = cell.write(promote).generation
+    cell.router.set_endpoint("champion", candidate.port, generation=generation)
+    assert cell.served_by() == "r2"
+    os.kill(candidate.pid, signal.SIGKILL)
+    wait_until(lambda: serves(cell), 10)
+    assert cell.served_by() == "r2"
+    kept = cell.store.load().champion
+    assert kept is not None and kept.instance is not None
+    assert (kept.instance.name, kept.instance.pid != candidate.pid) == ("candidate-r2", True)
+    assert "champion-r1" in cell.pids(), "previous stays warm"
+
+
+def test_a_handover_that_died_half_way_is_undone(cell: StubCell) -> None:
+    up(GPU, FAMILY, champion=deployed("r1"))
+    candidate = cell.start("r2", "candidate")
+    # The endpoint was moved; the record, which decides, was not written any more.
+    cell.router.set_endpoint("champion", candidate.port, generation=cell.store.load().generation)
+    wait_until(lambda: cell.served_by() == "r1")
+
+
+def test_envoy_comes_back_with_the_shares_of_a_living_release(cell: StubCell) -> None:
+    up(GPU, FAMILY, champion=deployed("r1"))
+    candidate = cell.start("r9", "candidate")
+    cell.router.set_endpoint("candidate", candidate.port, generation=cell.store.load().generation)
+    cell.expose(Shares(champion=60, control=20, candidate=20), lease_s=60)
+    old = cell.pids()["envoy"]
+    os.kill(old, signal.SIGKILL)
+    wait_until(lambda: cell.pids().get("envoy", old) != old and serves(cell), 10)
+    assert cell.router.observe().shares.candidate == 20
+
+
+def test_a_port_in_use_starts_nothing(cell: StubCell, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("ATTENTION_RELEASE_PORT", str(port))
+        with pytest.raises(UserError, match=f"^port {port} is in use .pid {os.getpid()} .* ATTENTION_RELEASE_PORT"):
+            up(GPU, FAMILY, champion=deployed("r1"))
+    assert cell.pids() == {}
+
+
+def test_a_port_that_is_no_port_is_named(cell: StubCell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTENTION_RELEASE_PORT", "http")
+    with pytest.raises(UserError, match="ATTENTION_RELEASE_PORT=http: not a port"):
+        up(GPU, FAMILY, champion=deployed("r1"))
+
+
+def test_a_champion_that_cannot_start_is_quoted_and_nothing_stays(cell: StubCell) -> None:
+    broken = deployed("r1").model_copy(
+        update={"command": [sys.executable, "-c", "raise SystemExit('no model at /nowhere')"]}
+    )
+    with pytest.raises(ProcessError, match="champion-r1 died while starting:\nno model at /nowhere"):
+        up(GPU, FAMILY, champion=broken)
+    assert cell.pids() == {}
+
+
+def test_up_without_a_champion_says_what_to_do(cell: StubCell) -> None:
+    with pytest.raises(UserError, match="names no champion to serve: release one first"):
+        up(GPU, FAMILY)
+
+
+def test_down_stops_everything_although_the_record_is_corrupt(
+    cell: StubCell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    up(GPU, FAMILY, champion=deployed("r1"))
+    cell.store.path.write_text("{")
+    down(GPU, FAMILY)
+    assert cell.pids() == {}
+    assert "not a release record" in capsys.readouterr().err
+
+
+def test_what_keeps_users_safe_imports_nothing_heavy() -> None:
+    heavy = ("torch", "prefect", "mlflow", "duckdb", "great_expectations", "pyarrow", "transformers", "pandas")
+    script = (
+        "import sys, tasks.supervisor, flows.up, flows.down, flows.watch, flows.rollback;"
+        f"sys.exit(' '.join(name for name in {heavy!r} if name in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=repo_dir(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
