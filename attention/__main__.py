@@ -33,6 +33,7 @@ from attention.job import (
     read_job,
     write_result,
 )
+from attention.lifetime import die_with_parent
 
 DEFAULT_MODEL = Path("data/models/smollm2-135m-instruct")
 DEFAULT_POLICY = Path("data/policies/cpu-flash.yaml")
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from attention.serve import main as serve
+    from attention.serve import flags as serve
 
     parser = argparse.ArgumentParser(
         prog="python -m attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -89,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _job(args: argparse.Namespace, kind: type[Any]) -> Any:
+    if args.job is not None:
+        die_with_parent()
     if args.job is None or (args.out is None and kind is not BenchJob):
         raise UserError(f"{args.verb} needs --job FILE and --out DIR")
     return read_job(args.job, kind)
@@ -259,6 +262,7 @@ def _probe(args: argparse.Namespace) -> int:
 def _replay(args: argparse.Namespace) -> int:
     if args.job is None or args.out is None:
         raise UserError("replay needs --job FILE and --out DIR")
+    die_with_parent()
     layer = read_job(args.job, _Layer).layer
     if layer == "tensor":
         return _replay_tensor(read_job(args.job, TensorReplayJob), args.out)

@@ -28,6 +28,7 @@ from attention import confirm
 from attention.backends import create
 from attention.backends.base import AttentionSpec
 from attention.cases import AttentionCase, Execution, Phase
+from attention.lifetime import die_with_parent
 from attention.matrix import declared_reasons
 from attention.reasons import Code, Reason
 from attention.replay.figures import compare
@@ -317,6 +318,7 @@ def failed_reasons(results: list[ProbeResult]) -> dict[str, list[Reason]]:
 
 
 def _worker() -> None:
+    die_with_parent()
     torch.set_num_threads(1)
     task = WorkerTask.model_validate_json(sys.stdin.read())
     for probe in task.probes:

@@ -83,9 +83,7 @@ def load_plan(name: str) -> Plan:
     folder = Path(__file__).parent / "plans"
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
     if not path.is_file():
-        raise UserError(
-            f"plan {name!r}: no file {path}; {nearest(name, (p.stem for p in folder.glob('*.yaml')))}"
-        )
+        raise UserError(f"plan {name!r}: no file {path}; {nearest(name, (p.stem for p in folder.glob('*.yaml')))}")
     try:
         return Plan.model_validate(yaml.safe_load(path.read_text()))
     except ValidationError as error:

@@ -72,6 +72,9 @@ def _run_flow(
 
     os.environ.setdefault("PREFECT_HOME", str(state_dir() / "prefect"))
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
+    # Prefect makes the folder itself, but not its parents.
+    Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)
     from flows import release as module
     from tasks.lifecycle import ReleaseResult
 
@@ -192,7 +195,7 @@ def doctor(as_json: Json = False) -> None:
 
     found = module.doctor()
     _show(found, module.render, as_json)
-    raise typer.Exit(found.exit_code)
+    raise typer.Exit(0 if found.ok else 2)
 
 
 @app.command()
@@ -257,10 +260,16 @@ def main() -> int:
         return 130
     except KeyboardInterrupt:
         return 130
+    except TimeoutError as error:
+        print(f"error: {error}: another command holds it; try again", file=sys.stderr)
+        return 2
     except Exception as error:  # click's usage errors, by their own text
         if hasattr(error, "format_message"):
             print(f"error: {error.format_message()}", file=sys.stderr)
             return 2
+        if type(error).__name__ in ("RouterError", "StaleGenerationError", "ProcessError"):
+            print(f"error: {error}", file=sys.stderr)
+            return 3
         raise
     return 0
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 
 from attention.errors import UserError
 from data.paths import cell_dir
-from tasks.envoy_config import admin_socket
 from tasks.processes import GRACE_S, ProcessFile, list_processes, stop_process, stop_processes
-from tasks.record import Record, RecordStore, Shares
+from tasks.record import Record, RecordStore
 from tasks.router import EnvoyRouter, RouterError
 from tasks.supervisor import SUPERVISOR
 
@@ -28,7 +26,7 @@ def down(gpu: str, family: str, *, grace_s: float = GRACE_S) -> list[ProcessFile
     cell = cell_dir(gpu, family)
     store, router = RecordStore(cell / "record.json"), EnvoyRouter(cell)
     running = [process for process in list_processes(cell) if process.alive()]
-    generation = _update(store, _fence)
+    generation = _update(store, Record.fence)
     if router.process() is not None:
         try:
             router.revert(router.held_generation() if generation is None else generation)
@@ -38,10 +36,7 @@ def down(gpu: str, family: str, *, grace_s: float = GRACE_S) -> list[ProcessFile
     stop_process(cell, SUPERVISOR, grace_s + GRACE_S)
     stop_processes(cell, list_processes(cell), grace_s)
     _update(store, _forget_instances)
-    with suppress(OSError, UserError):
-        socket_path = admin_socket(cell)
-        socket_path.unlink(missing_ok=True)
-        socket_path.parent.rmdir()
+    router.stop()
     return running
 
 
@@ -54,13 +49,6 @@ def _update(store: RecordStore, change: Callable[[Record], None]) -> int | None:
     except (UserError, OSError) as error:
         _say(error)
         return None
-
-
-def _fence(record: Record) -> None:
-    record.lease = None
-    record.shares, record.mirror = Shares(), 0.0
-    if record.state in ("shadow", "canary"):
-        record.state = "baselined"
 
 
 def _forget_instances(record: Record) -> None:

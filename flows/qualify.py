@@ -21,7 +21,7 @@ from tasks import figures, lifecycle
 from tasks.context import Context, new_release_id
 from tasks.offline import OFFLINE_STAGES, run_stage
 from tasks.record import RecordStore
-from tasks.story import Story
+from tasks.story import Story, with_evidence
 from tasks.track import Tracker
 
 Say = Callable[[str], None]
@@ -98,9 +98,10 @@ def qualify_cell(loaded: Loaded, against: Loaded, cell: Cell, say: Say, *, prefi
             break
     verdict = worst(report.verdict for report in reports)
     failed = reports[-1] if verdict is not Verdict.PASS else None
-    state = {"pass": "baselined", "fail": "rejected"}.get(str(verdict), "held")
+    state = {"pass": "qualified", "fail": "rejected"}.get(str(verdict), "held")
     reason = failed.reason if failed else "every offline gate passed"
-    tracker.close_release(run_id, story.model_copy(update={"state": state, "reason": reason, "gates": tuple(reports)}))
+    ended = {"state": state, "reason": reason, "failed_gate": failed.stage if failed else None}
+    tracker.close_release(run_id, with_evidence(story.model_copy(update=ended), context.lake))
     return Qualified(
         qualification_id=context.release_id,
         candidate=loaded.candidate.name,

@@ -157,9 +157,10 @@ class _Release:
             self._abandon(started_here)
             raise
         except LeaseLostError as error:
-            # A rollback or the watchdog has moved traffic already; the record is theirs now.
+            # A rollback or the watchdog has moved traffic already; the record is theirs now, and the
+            # candidate stays warm for whoever looks into it.
             context.say(f"stopped: {error}")
-            instances.stop(context)
+            instances.stop(context, self.router, keep_candidate=True)
         except UserError:
             self._end("held", "set-up")
             raise
@@ -258,6 +259,7 @@ class _Release:
         reason, verdict = outcome.report.reason, outcome.report.verdict
         if name in LIVE:
             self._mark("rolled_back", name, reason)
+            instances.stop(self.context, self.router, keep_candidate=True)
         elif verdict is Verdict.FAIL:
             self._mark("rejected", name, reason)
         else:
@@ -286,7 +288,7 @@ class _Release:
             self._mark("rolled_back" if exposed else state, None, reason)
         except LeaseLostError as error:
             self.context.say(f"stopped: {error}")
-        instances.stop(self.context)
+        instances.stop(self.context, self.router)
 
     def _withdraw_record(self) -> None:
         def change(record: Record) -> None:
@@ -314,7 +316,7 @@ class _Release:
             self.context.update(change)
         except LeaseLostError as error:
             self.context.say(f"the record is held by another: {error}")
-        instances.stop(self.context)
+        instances.stop(self.context, self.router)
         if started_here:
             from flows.down import down
 
@@ -322,7 +324,7 @@ class _Release:
         self.tracker.close_release(self.run_id, self._story())
 
     def _stopped(self, name: str) -> None:
-        instances.stop(self.context)
+        instances.stop(self.context, self.router)
 
         def change(record: Record) -> None:
             record.candidate_instance = record.control_instance = None
@@ -343,7 +345,7 @@ class _Release:
         known = {s.stage: s.detail for s in context.store.load().stages}
         old = context.store.load().previous
         expand.hand_over(context, self.router, known["fingerprint"]["candidate"], dict(known["probe"]["resolved"]))
-        instances.stop(context, keep_candidate=True)
+        instances.stop(context, self.router, keep_candidate=True)
         # One previous is kept warm; the one before it has served its turn.
         if old is not None and old.instance is not None:
             stop_process(context.folder, old.instance.name)

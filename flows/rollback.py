@@ -21,7 +21,7 @@ from attention.errors import UserError, nearest
 from data.paths import cell_dir, cells
 from tasks.events import write_event
 from tasks.processes import ProcessError, free_port, is_alive, start_instance, stop_process, wait_ready
-from tasks.record import Attempt, Instance, Record, RecordStore, Shares, State
+from tasks.record import Attempt, Instance, Record, RecordStore, State
 from tasks.router import EnvoyRouter
 
 LOCK_S = 0.2  # a stopped process that holds the record's lock delays a rollback by no more than this
@@ -192,10 +192,10 @@ def _begin(order: _Order) -> Callable[[Record], None]:
     def change(record: Record) -> None:
         if _served(record) != _served(order.before):
             raise _ChangedError
-        record.lease = None
-        record.shares, record.mirror = Shares(), 0.0
+        unfinished = record.release_id if record.state not in FINAL else None
+        record.fence()
         if order.target == "previous":
-            _swap(record, order.instance)
+            _swap(record, order.instance, unfinished)
         record.state, record.reason = "rolling_back", order.reason
 
     return change
@@ -206,11 +206,11 @@ def _served(record: Record) -> tuple[str | None, str | None]:
     return (champion.release_id if champion else None, previous.release_id if previous else None)
 
 
-def _swap(record: Record, instance: Instance | None) -> None:
+def _swap(record: Record, instance: Instance | None, unfinished: str | None) -> None:
     """Champion and previous change places; the record then tells of the release that was the champion."""
     old, new = record.champion, record.previous
     assert old is not None and new is not None
-    if record.release_id not in (None, old.release_id) and record.state not in FINAL:
+    if unfinished not in (None, old.release_id):
         record.attempts.append(_attempt(record, "superseded", f"{old.release_id}, its champion, was rolled back"))
     record.champion = new.model_copy(update={"instance": instance or new.instance})
     record.previous = old

@@ -18,7 +18,7 @@ import time
 from attention.errors import UserError
 from data.paths import cell_dir
 from tasks.events import write_event
-from tasks.record import Record, RecordStore, Shares
+from tasks.record import Record, RecordStore
 from tasks.router import EnvoyRouter, RouterError
 
 POLL_S = 0.5
@@ -93,11 +93,8 @@ class _Watchdog:
 def _resume_at_shadow(record: Record) -> None:
     if record.lease_live():
         raise _LeaseIsLiveError
-    record.lease = None
-    record.shares, record.mirror = Shares(), 0.0
-    if record.state in ("shadow", "canary"):
-        record.state = "baselined"
-        record.reason = "the release stopped renewing its lease; its traffic was taken back"
+    record.fence()
+    record.reason = "the release stopped renewing its lease; its traffic was taken back"
 
 
 def _report(record: Record, kind: str, message: str) -> None:

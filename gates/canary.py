@@ -63,7 +63,7 @@ def judge(lake: Path, release_id: str, plan: Plan, *, share: int, span: Span, cl
         min_candidate_requests=least, min_control_requests=math.ceil(least * limits.value("control_share"))
     )
     control_rows = _control(share)
-    with served_rows(lake, release_id, span) as (tables, _):
+    with served_rows(lake, release_id, span) as tables:
         candidate = arm(tables, release_id, CANDIDATE)
         control = arm(tables, release_id, control_rows)
         num_recorded = recorded(tables, release_id)
@@ -168,26 +168,32 @@ class _Follower:
         self._rows: dict[str, list[ServedRow]] = {"candidate": [], "control": []}
 
     def poll(self) -> tuple[list[ServedRow], list[ServedRow]]:
+        folder = self._lake.resolve() / "requests" / f"release_id={self._release_id}"
+        fresh = set(folder.glob("*.parquet")) - self._seen
+        if fresh:
+            self._read(fresh)
+        return list(self._rows["candidate"]), list(self._rows["control"])
+
+    def _read(self, files: set[Path]) -> None:
         # No end: a file is read once, also for rows that are later than this moment's clock.
-        span = Span(self._start, datetime.max.replace(tzinfo=UTC))
-        with served_rows(self._lake, self._release_id, span, self._seen) as (tables, read):
+        span = Span(self._start, datetime(9000, 1, 1, tzinfo=UTC))
+        with served_rows(self._lake, self._release_id, span, files) as tables:
             frame = rows_of(tables, self._release_id, self._which, _FAST)
-        self._seen.update(read)
+        self._seen |= files
         for side, fault, nonfinite, wrong, tpot_s in frame.itertuples(index=False):
             measured = None if np.isnan(tpot_s) else float(tpot_s)
             self._rows[side].append(ServedRow(bool(fault), bool(nonfinite), bool(wrong), measured))
-        return list(self._rows["candidate"]), list(self._rows["control"])
 
 
 _follow = lru_cache(maxsize=4)(_Follower)
 
 
-def recent(lake: Path, release_id: str, *, share: int, start: datetime) -> tuple[list[ServedRow], list[ServedRow]]:
-    """Candidate's and control's rows since the step's start, oldest first, for `breach`.
+def recent(lake: Path, release_id: str, *, share: int, span: Span) -> tuple[list[ServedRow], list[ServedRow]]:
+    """Candidate's and control's rows since the span's start, oldest first, for `breach`.
 
-    Cheap to call each half second: what an earlier call with the same arguments read is remembered.
+    Cheap to call each half second: what a call with the same start read before is remembered.
     """
-    return _follow(lake, release_id, share, start).poll()
+    return _follow(lake, release_id, share, span.start).poll()
 
 
 def breach(candidate: Sequence[ServedRow], control: Sequence[ServedRow], plan: Plan) -> str | None:

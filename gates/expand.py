@@ -31,7 +31,7 @@ _OTHERS = f"{LIVE} and not ({CANDIDATE})"
 def judge(lake: Path, release_id: str, plan: Plan, *, span: Span, client: ClientOutcome) -> list[Check]:
     """Judge the candidate's live rows inside `span`, in which nothing else may have served."""
     limits = load_limits("expand", plan.name).least(min_requests=plan.expand.requests)
-    with served_rows(lake, release_id, span) as (tables, _):
+    with served_rows(lake, release_id, span) as tables:
         candidate = arm(tables, release_id, CANDIDATE)
         others = arm(tables, release_id, _OTHERS)
         num_recorded = recorded(tables, release_id)

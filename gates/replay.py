@@ -152,7 +152,7 @@ def tensor_checks(tables: Lake, release_id: str, plan: Plan, limits: Limits) -> 
 
 
 def _class_checks(dtype_class: str, frame: pd.DataFrame, limits: Limits, where: str) -> list[Check]:
-    row = frame.iloc[0]
+    row, limits = frame.iloc[0], limits.of_class(dtype_class)
     num = int(row["num_rows"])
     notes = {"finite": Note(f"1 misplaced NaN or Inf in {num} cases", num)}
     for name, label in (("r_rms", "R_rms"), ("r_max", "R_max"), ("r_row", "R_row"), ("bias_z", "|bias z|")):
@@ -163,7 +163,7 @@ def _class_checks(dtype_class: str, frame: pd.DataFrame, limits: Limits, where: 
 
 def _champion_checks(dtype_class: str, frame: pd.DataFrame, limits: Limits) -> list[Check]:
     """The champion's own ratios, for the reader to compare with; they never block."""
-    num = int(frame.iloc[0]["num_rows"])
+    num, limits = int(frame.iloc[0]["num_rows"]), limits.of_class(dtype_class)
     notes = {f"champion_{name}": Note("recorded, 1 row", num) for name in ("r_rms", "r_max", "r_row")}
     return evaluate(load_suite("replay_champion"), frame, limits, notes, prefix=f"tensor.{dtype_class}.")
 

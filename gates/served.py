@@ -116,28 +116,23 @@ class Arm:
 
 
 @contextmanager
-def served_rows(
-    lake: Path, release_id: str, span: Span, seen: Container[Path] = ()
-) -> Iterator[tuple[Lake, list[Path]]]:
+def served_rows(lake: Path, release_id: str, span: Span, only: Container[Path] | None = None) -> Iterator[Lake]:
     """The lake with a table `served`: this release's and the champion's rows inside the span.
 
-    Also gives the files that were read; a file in `seen` is not read again.
+    `only` limits it to these files of `requests`.
     """
-    read: list[Path] = []
 
     def wanted(table: str, file: Path) -> bool:
         if table != "requests":
             return True
         # A row is written after it was served, so an older file cannot hold it.
-        if file in seen or file.stat().st_mtime < span.start.timestamp() - _SLACK_S:
-            return False
-        read.append(file)
-        return True
+        recent = file.stat().st_mtime >= span.start.timestamp() - _SLACK_S
+        return recent and (only is None or file in only)
 
     with Lake(lake, wanted) as tables:
         start, end = span.start.timestamp(), span.end.timestamp()
         tables.keep("served", _SERVED, release=release_id, start=start, end=end)
-        yield tables, read
+        yield tables
 
 
 def arm(tables: Lake, release_id: str, which: str) -> Arm:

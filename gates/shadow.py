@@ -50,7 +50,7 @@ class Pairs:
 def judge(lake: Path, release_id: str, plan: Plan, *, span: Span, overflow: int = 0) -> list[Check]:
     """Judge the shadows inside `span`; `overflow` copies were dropped by the router on purpose."""
     limits = load_limits("shadow", plan.name).least(min_pairs=plan.shadow.min_pairs)
-    with served_rows(lake, release_id, span) as (tables, _):
+    with served_rows(lake, release_id, span) as tables:
         shadows = arm(tables, release_id, CANDIDATE_SHADOW)
         primaries = arm(tables, release_id, CHAMPION)
         pairs = _compare(

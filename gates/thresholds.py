@@ -71,6 +71,12 @@ class Limits:
         )
         return Limits(self.stage, self.plan, self.thresholds + added)
 
+    def of_class(self, name: str) -> Limits:
+        """Limits for one class of evidence: `r_rms.float32`, where it is stated, replaces `r_rms`."""
+        own = {known.removesuffix(f".{name}"): limit for known, limit in self.thresholds if known.endswith(f".{name}")}
+        chosen = tuple((known, own.get(known, limit)) for known, limit in self.thresholds)
+        return Limits(self.stage, self.plan, chosen)
+
 
 def load_limits(stage: str, plan: str, path: Path = THRESHOLDS_FILE) -> Limits:
     """Limits of a gate for a plan by name; a plan without a section of its own gets `default`.

@@ -6,15 +6,19 @@ compare under equal load.
 
 from __future__ import annotations
 
+import time
+
 from attention.job import Setup
 from data.environment import Environment
 from tasks.context import Context
 from tasks.environment import serve_command
-from tasks.processes import free_port, start_instance, stop_process, wait_ready
+from tasks.envoy_config import Role
+from tasks.processes import free_port, list_processes, start_instance, stop_process, wait_ready
 from tasks.record import Instance, Record
-from tasks.router import Router
+from tasks.router import Router, RouterError
 
 READY_S = 180.0
+DRAIN_S = 30.0
 
 
 def command(
@@ -67,7 +71,7 @@ def start(context: Context, router: Router) -> tuple[Instance, Instance]:
 
     Raises ProcessError when one does not become ready; the message quotes its reasons.
     """
-    stop(context)
+    reap(context)
     candidate = _launch(context, "candidate", candidate_command(context))
     control = _launch(context, "control", _control_command(context))
 
@@ -88,8 +92,31 @@ def _launch(context: Context, role: str, run: list[str]) -> Instance:
     return start_instance(context.folder, f"{role}-{context.release_id}", role, run, free_port())
 
 
-def stop(context: Context, *, keep_candidate: bool = False) -> None:
-    """Stop what this release started: a promoted candidate is kept."""
-    stop_process(context.folder, f"control-{context.release_id}")
-    if not keep_candidate:
-        stop_process(context.folder, f"candidate-{context.release_id}")
+def stop(context: Context, router: Router, *, keep_candidate: bool = False) -> None:
+    """Stop what this release started, once its last live request is answered; `keep_candidate`: all but that."""
+    roles: tuple[Role, ...] = ("control",) if keep_candidate else ("control", "candidate")
+    _drain(router, roles)
+    for role in roles:
+        stop_process(context.folder, f"{role}-{context.release_id}")
+
+
+def _drain(router: Router, roles: tuple[Role, ...]) -> None:
+    """Wait until the router has no request open at these roles, at most `DRAIN_S`."""
+    deadline = time.monotonic() + DRAIN_S
+    while time.monotonic() < deadline:
+        try:
+            counts = router.observe().counts
+        except RouterError:  # no router, no requests
+            return
+        if all(counts[role].active == 0 for role in roles):
+            return
+        time.sleep(0.1)
+
+
+def reap(context: Context) -> None:
+    """Stop candidates and controls that earlier releases left: warm for a look, or orphans of a kill."""
+    record = context.store.load()
+    serving = {d.instance.name for d in (record.champion, record.previous) if d is not None and d.instance is not None}
+    for process in list_processes(context.folder):
+        if process.role in ("candidate", "control") and process.name not in serving:
+            stop_process(context.folder, process.name)

@@ -162,6 +162,16 @@ class Record(_Model):
         """Whether live requests reach, or are copied to, anything but the champion."""
         return self.shares.champion != 100 or self.mirror > 0
 
+    def fence(self) -> None:
+        """Clear the lease, which stops a release under way at its next update, and all its traffic.
+
+        A release that held traffic resumes at its shadow stage with new windows.
+        """
+        if self.state in ("shadow", "canary") or (self.state == "held" and self.exposed()):
+            self.state = "baselined"
+        self.lease = None
+        self.shares, self.mirror = Shares(), 0.0
+
 
 class RecordStore:
     """The record's file. Safe for any number of processes; cheap to construct."""

@@ -17,6 +17,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -149,7 +150,12 @@ class EnvoyRouter:
         self._wait_live(process)
 
     def stop(self) -> None:
+        """Stop Envoy, if it runs, and remove the folder of its admin socket."""
         stop_process(self.cell, NAME)
+        with suppress(OSError, KeyError, ValueError):  # never started, or already removed
+            socket_path = self._socket()
+            socket_path.unlink(missing_ok=True)
+            socket_path.parent.rmdir()
 
     def set_endpoint(self, role: Role, port: int | None, *, generation: int) -> None:
         """Put the instance on `port` behind `role`; None: nobody."""
@@ -295,10 +301,9 @@ class EnvoyRouter:
         return {entry["name"]: int(entry["value"]) for entry in listed if "value" in entry}
 
     def _ask(self, path: str) -> Any:
-        """GET from Envoy's admin. The socket's path stands in the bootstrap: TMPDIR may differ here."""
+        """GET from Envoy's admin."""
         try:
-            bootstrap = json.loads(config.bootstrap_file(self.cell).read_text(encoding="utf-8"))
-            connection = _UnixConnection(bootstrap["admin"]["address"]["pipe"]["path"])
+            connection = _UnixConnection(str(self._socket()))
             try:
                 connection.request("GET", path)
                 response = connection.getresponse()
@@ -310,6 +315,11 @@ class EnvoyRouter:
             return json.loads(body)
         except (OSError, http.client.HTTPException, KeyError, ValueError) as error:
             raise RouterError(f"Envoy does not answer for {self.cell} ({error}): is it up?") from error
+
+    def _socket(self) -> Path:
+        """Path of the admin socket as the bootstrap has it: TMPDIR may differ in this process."""
+        bootstrap = json.loads(config.bootstrap_file(self.cell).read_text(encoding="utf-8"))
+        return Path(bootstrap["admin"]["address"]["pipe"]["path"])
 
     def _wait_live(self, process: ProcessFile) -> None:
         deadline = time.monotonic() + START_S

@@ -118,6 +118,8 @@ async def _play(
             await asyncio.sleep(TICK_S)
             try:
                 played.stopped = played.stopped or await asyncio.to_thread(tick, played)
+            except asyncio.CancelledError:
+                raise
             except BaseException as error:
                 failure.append(error)
                 played.stopped = played.stopped or f"{type(error).__name__}: {error}"

@@ -31,9 +31,7 @@ class Seen:
 class StubInstance:
     """An HTTP/1.1 server on a loopback port of its own; `hang` makes it swallow requests."""
 
-    def __init__(
-        self, name: str, port: int = 0, release_id: str = "stub", ready_after_s: float = 0.0
-    ) -> None:
+    def __init__(self, name: str, port: int = 0, release_id: str = "stub", ready_after_s: float = 0.0) -> None:
         self.name = name
         self.release_id = release_id
         self.ready_at = time.monotonic() + ready_after_s

@@ -156,9 +156,7 @@ def next_hash(tokens: Sequence[int]) -> int:
     return value
 
 
-def expected_tokens(
-    prompt: Sequence[int], max_tokens: int, eos: frozenset[int] = frozenset({EOS})
-) -> list[int]:
+def expected_tokens(prompt: Sequence[int], max_tokens: int, eos: frozenset[int] = frozenset({EOS})) -> list[int]:
     """What greedy decoding must give: the model's arithmetic without pages or batches."""
     tokens = list(prompt)
     for _ in range(max_tokens):

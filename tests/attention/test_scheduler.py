@@ -100,9 +100,7 @@ def test_no_page_is_lost_whatever_happens(seed: int) -> None:
     ended: list[Generation] = []
     for i in range(150):
         if rng.random() < 0.4 and i < 100:
-            one = generation(
-                [rng.randrange(256) for _ in range(rng.randint(1, 30))], rng.randint(1, 12), f"r{i}"
-            )
+            one = generation([rng.randrange(256) for _ in range(rng.randint(1, 30))], rng.randint(1, 12), f"r{i}")
             try:
                 scheduler.submit(one)
                 live.append(one)
@@ -177,9 +175,7 @@ def test_what_could_never_run_is_refused_with_figures() -> None:
 
 
 def test_the_queue_is_bounded() -> None:
-    scheduler = Scheduler(
-        FakeRunner(), Limits(max_running=1, max_step_tokens=16, prefill_chunk=8, max_queue=2)
-    )
+    scheduler = Scheduler(FakeRunner(), Limits(max_running=1, max_step_tokens=16, prefill_chunk=8, max_queue=2))
     scheduler.submit(generation([1]))
     scheduler.submit(generation([2]))
     with pytest.raises(QueueFullError, match="2 requests wait"):

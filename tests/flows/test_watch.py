@@ -177,3 +177,11 @@ def test_a_record_that_somebody_keeps_locked_changes_nothing_for_users(
         assert wait_until(lambda: is_safe(cell)) < 2
     with watching(monkeypatch):
         wait_until(lambda: cell.store.load().state == "baselined")
+
+
+def test_a_held_release_with_traffic_resumes_at_its_shadow_stage(
+    cell: StubCell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell.expose(CANARY, state="held")
+    with watching(monkeypatch):
+        wait_until(lambda: is_safe(cell) and cell.store.load().state == "baselined")

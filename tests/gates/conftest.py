@@ -14,6 +14,7 @@ import pytest
 from attention.schemas import write_rows
 from data.plan import Plan, load_plan
 from gates.served import Span
+from gates.verdict import GateReport, Verdict
 
 RELEASE, OLDER = "r1", "r0"
 START = datetime(2026, 11, 29, 12, 0, tzinfo=UTC)
@@ -30,6 +31,8 @@ def unchanged(row: Row) -> Row | None:
 
 class Evidence:
     """Writes one table at a time; `mend` sees every row before it is written."""
+
+    release, older, flash, math = RELEASE, OLDER, FLASH, MATH
 
     def __init__(self, lake: Path) -> None:
         self.lake = lake
@@ -68,13 +71,13 @@ class Evidence:
                 "case_id": f"case{case}",
                 "inputs": "normal",
                 "seed": seed,
-                "dtype_class": "float32",
+                "dtype_class": "bfloat16",
                 "finite_mask_equal": True,
                 "bias_z": 0.5,
                 "lse_max_abs": 1e-6,
-                "r_rms": 1.2 + 0.01 * seed,
-                "r_max": 1.5,
-                "r_row": 1.4,
+                "r_rms": 0.7 + 0.01 * seed,
+                "r_max": 1.2,
+                "r_row": 1.1,
             }
             for side in ("champion", "candidate")
             for case in range(cases)
@@ -184,6 +187,23 @@ class Evidence:
         self.write("requests", primaries, mend, OLDER)
         copies = [self.request("candidate", i, 10.5 + i, shadow=True) for i in range(num)]
         self.write("requests", copies, mend)
+
+
+class Judged:
+    """A report by the names of its checks."""
+
+    def __init__(self, report: GateReport) -> None:
+        self.report = report
+        self.verdict = report.verdict
+        self.checks = {check.check: check for check in report.checks}
+
+    def named(self, verdict: Verdict) -> set[str]:
+        return {name for name, check in self.checks.items() if check.verdict is verdict}
+
+
+@pytest.fixture(scope="session")
+def judged() -> type[Judged]:
+    return Judged
 
 
 @pytest.fixture

@@ -135,3 +135,21 @@ def test_a_resumed_stage_is_told_by_its_latest_report(tmp_path: Path) -> None:
         gate.write(lake, "r1", gpu="cpu", model="m")
     [gate] = tell(running("smollm2", "r1", "flash", "shadow"), lake, "r1").gates
     assert gate.verdict == "pass"
+
+
+@pytest.mark.parametrize(
+    ("state", "failed_gate", "headline"),
+    [
+        ("promoted", None, "PASS flash"),
+        ("qualified", None, "PASS flash: qualified"),
+        ("rejected", "replay", "FAIL flash: replay"),
+        ("rolled_back", None, "FAIL flash: rolled back"),
+        ("held", "canary", "HOLD flash: canary"),
+        ("baselined", None, "OPEN flash: baselined"),
+    ],
+)
+def test_a_headline_is_the_verdict_the_candidate_and_where_it_ended(
+    state: str, failed_gate: str | None, headline: str
+) -> None:
+    story = Story(release_id="r1", candidate="flash", gpu="cpu", family="f", state=state, failed_gate=failed_gate)
+    assert story.headline == headline

@@ -1,0 +1,54 @@
+# Two commands: `make release` and `make test`. Everything else here is what they need.
+#
+#   make release [FRESH=1] [KEEP=1]   one release on this machine, traffic shift included
+#   make test | test-all              fast tests | the slow ones too
+#   make ui                           review in MLflow's UI
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+HOME_DIR := $(or $(ATTENTION_RELEASE_HOME),data)
+CANDIDATE ?= data/candidates/torch-flash-cpu.yaml
+UI_PORT ?= 5000
+TELEMETRY := eval "$$($(PYTHON) flows/telemetry.py)"
+
+.PHONY: release test test-all lint ui model setup clean
+.DEFAULT_GOAL := release
+
+release: setup model
+	@if [ -n "$(FRESH)" ]; then $(BIN)/python -m flows down >/dev/null && rm -rf "$(HOME_DIR)/lake" "$(HOME_DIR)/state"; fi
+	@$(BIN)/python -m flows release $(CANDIDATE); code=$$?; \
+	if [ -z "$(KEEP)" ]; then $(BIN)/python -m flows down >/dev/null || exit $$?; fi; exit $$code
+
+test: setup model lint
+	@$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: setup model lint
+	@$(BIN)/python -m pytest -m "not gpu" && echo "not run here: tests marked gpu (they need a CUDA device)"
+
+lint: setup
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+ui: setup
+	@$(TELEMETRY); echo "MLflow on http://127.0.0.1:$(UI_PORT)/#/experiments?workflowType=machine_learning (Ctrl-C ends it)"; \
+	MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server --host 127.0.0.1 --port $(UI_PORT) --workers 1 \
+	  --backend-store-uri "sqlite:///$(abspath $(HOME_DIR))/state/mlflow/mlflow.db" \
+	  --artifacts-destination "file://$(abspath $(HOME_DIR))/state/mlflow/artifacts"
+
+model: setup
+	@$(BIN)/python -m data.model_setup
+
+setup: $(VENV)/installed
+
+# torch first and pinned: with no torch there, another package would choose one by itself.
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
+	  { echo "error: $(PYTHON) is not Python 3.11 to 3.13: run make PYTHON=python3.12" >&2; exit 2; }
+	@echo "setup: a virtual environment in $(VENV), pinned by constraints.txt (2 to 4 minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	@$(BIN)/python -m flows down >/dev/null 2>&1 || true
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -1,0 +1,236 @@
+"""The replay gate: tensor, model and business layer, each broken in turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from data.lake import Lake
+from data.plan import Plan
+from gates import replay
+from gates.thresholds import load_limits
+from gates.verdict import Check, GateReport, Verdict
+
+Mend = Callable[[dict[str, Any]], dict[str, Any] | None]
+
+
+def tensor(evidence: Any, plan: Plan) -> GateReport:
+    return layer(evidence, plan, replay.tensor_checks)
+
+
+def layer(evidence: Any, plan: Plan, checks: Callable[..., list[Check]]) -> GateReport:
+    with Lake(evidence.lake) as tables:
+        found = checks(tables, evidence.release, plan, load_limits("replay", plan.name))
+    return GateReport(stage="replay", checks=tuple(found))
+
+
+def candidate_only(change: dict[str, Any], **where: Any) -> Mend:
+    """Change the candidate's rows that match."""
+
+    def mend(row: dict[str, Any]) -> dict[str, Any]:
+        matches = row["side"] == "candidate" and all(row[k] == v for k, v in where.items())
+        return row | change if matches else row
+
+    return mend
+
+
+def test_a_sound_candidate_passes_all_three_layers(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.tensor()
+    evidence.model()
+    evidence.golden()
+    found = judged(replay.judge(evidence.lake, evidence.release, plan))
+    assert found.verdict is Verdict.PASS, found.report.reason
+    r_rms = found.checks["tensor.bfloat16.r_rms"]
+    assert r_rms.detectable == f"R_rms +{100 * (r_rms.limit / 0.72 - 1):.0f} %"
+    assert found.checks["tensor.bfloat16.champion_r_rms"].observed == pytest.approx(0.72)
+    assert found.checks["model.decode.flip_rate"].detectable == "flip rate 1.5 % (0 of 192, 95 %)"
+    assert found.checks["business.mcnemar_p"].detectable == "5 prompts lost of 48 (10 %)"
+
+
+@pytest.mark.parametrize("figure", ["r_rms", "r_max", "r_row"])
+def test_one_case_beyond_a_limit_fails_and_is_named(evidence: Any, plan: Plan, judged: Any, figure: str) -> None:
+    beyond = 1.01 * load_limits("replay", plan.name).value(figure)
+    evidence.tensor(candidate_only({"r_rms": 0.9, figure: beyond}, case_id="case3", seed=1))
+    found = judged(tensor(evidence, plan))
+    assert found.named(Verdict.FAIL) == {f"tensor.bfloat16.{figure}"}
+    assert "case3" in found.report.reason
+
+
+def test_each_dtype_class_is_judged_apart_by_its_own_limit(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.tensor()
+    limits = load_limits("replay", plan.name)
+    own = limits.of_class("float32").value("r_max")
+    assert own > 2 * limits.value("r_max")
+
+    def float32(r_max: float, name: str) -> Mend:
+        return lambda row: row | {"dtype_class": "float32", "r_max": r_max, "case_id": row["case_id"] + name}
+
+    evidence.tensor(float32(own / 2, "a"))
+    assert tensor(evidence, plan).verdict is Verdict.PASS
+    evidence.tensor(float32(own * 2, "b"))
+    assert judged(tensor(evidence, plan)).named(Verdict.FAIL) == {"tensor.float32.r_max"}
+
+
+def test_a_misplaced_nan_in_one_output_fails(evidence: Any, plan: Plan, judged: Any) -> None:
+    broken = {"finite_mask_equal": False, "r_rms": math.nan, "r_max": math.nan, "r_row": math.nan}
+    evidence.tensor(candidate_only(broken, case_id="case3"))
+    found = judged(tensor(evidence, plan))
+    assert found.verdict is Verdict.FAIL
+    assert found.checks["tensor.bfloat16.finite"].observed == 3
+
+
+@pytest.mark.parametrize("value", [math.nan, None])
+def test_a_ratio_that_was_not_measured_is_an_error(evidence: Any, plan: Plan, judged: Any, value: float | None) -> None:
+    evidence.tensor(candidate_only({"r_max": value}, case_id="case3", seed=1))
+    assert judged(tensor(evidence, plan)).named(Verdict.ERROR) == {"tensor.bfloat16.r_max"}
+
+
+def test_a_case_that_crashed_is_an_error_with_its_reason(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.tensor(candidate_only({"error": "illegal access", "r_rms": None}, case_id="case3"))
+    found = judged(tensor(evidence, plan))
+    assert found.named(Verdict.ERROR) == {"tensor.errors"}
+    assert "illegal access" in found.report.reason
+
+
+def test_a_lost_shard_is_an_error_though_enough_cases_are_left(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.tensor(lambda row: None if row["side"] == "candidate" and row["case_id"] == "case3" else row)
+    found = judged(tensor(evidence, plan))
+    assert found.named(Verdict.ERROR) == {"tensor.lost_cases"}
+    assert found.checks["tensor.cases"].verdict is Verdict.PASS
+
+
+def test_too_few_cases_are_inconclusive(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.tensor(cases=5)
+    assert judged(tensor(evidence, plan)).named(Verdict.INCONCLUSIVE) == {"tensor.cases"}
+
+
+def test_a_case_that_another_backend_ran_fails(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.tensor(candidate_only({"confirmed_backend": evidence.math}, seed=1))
+    assert judged(tensor(evidence, plan)).named(Verdict.FAIL) == {"tensor.confirmed"}
+
+
+def test_an_lse_is_judged_where_a_backend_gives_one(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.tensor(lambda row: row | {"lse_max_abs": None})
+    found = judged(tensor(evidence, plan))
+    assert found.verdict is Verdict.PASS
+    assert "tensor.lse" not in found.checks
+
+
+@pytest.mark.parametrize(("value", "verdict"), [(0.05, Verdict.FAIL), (None, Verdict.ERROR)])
+def test_an_lse_that_is_off_fails_and_one_that_went_missing_is_an_error(
+    evidence: Any, plan: Plan, judged: Any, value: float | None, verdict: Verdict
+) -> None:
+    evidence.tensor(candidate_only({"lse_max_abs": value}, case_id="case3"))
+    assert judged(tensor(evidence, plan)).named(verdict) == {"tensor.lse"}
+
+
+def test_nothing_replayed_is_inconclusive(evidence: Any, plan: Plan) -> None:
+    assert replay.judge(evidence.lake, evidence.release, plan).verdict is Verdict.INCONCLUSIVE
+
+
+def model(evidence: Any, plan: Plan) -> GateReport:
+    return layer(evidence, plan, replay.model_checks)
+
+
+def test_prefill_and_decode_are_judged_apart(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.model(candidate_only({"kl": 0.01}, mode="decode"))
+    assert judged(model(evidence, plan)).named(Verdict.FAIL) == {"model.decode.kl_mean"}
+
+
+def test_the_tail_of_the_divergence_fails_where_its_mean_passes(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.model(candidate_only({"kl": 0.3}, mode="prefill", prompt_id="p1", position=7))
+    assert judged(model(evidence, plan)).named(Verdict.FAIL) == {"model.prefill.kl_p999"}
+
+
+def test_flips_of_ties_pass_and_a_flip_against_a_clear_margin_fails(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.model(candidate_only({"next_token_equal": False, "flip_margin": 0.1}, prompt_id="p1", position=7))
+    assert model(evidence, plan).verdict is Verdict.PASS
+    evidence.model(candidate_only({"next_token_equal": False, "flip_margin": 2.5}, prompt_id="p2", position=7))
+    found = judged(model(evidence, plan))
+    assert found.named(Verdict.FAIL) == {"model.prefill.flip_margin", "model.decode.flip_margin"}
+
+
+def test_too_many_flips_fail(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.model(candidate_only({"next_token_equal": False, "flip_margin": 0.1}, mode="prefill", prompt_id="p1"))
+    assert judged(model(evidence, plan)).named(Verdict.FAIL) == {"model.prefill.flip_rate"}
+
+
+def test_a_worse_likelihood_on_every_prompt_fails(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.model(lambda row: row | {"nll_candidate": row["nll_champion"] + 0.05 + 0.001 * (row["position"] % 2)})
+    found = judged(model(evidence, plan))
+    assert found.named(Verdict.FAIL) == {"model.prefill.nll_difference", "model.decode.nll_difference"}
+
+
+def test_the_last_position_of_a_prompt_needs_no_likelihood_and_any_other_does(
+    evidence: Any, plan: Plan, judged: Any
+) -> None:
+    lost = {"nll_champion": None, "nll_candidate": None}
+    last = {"prefill": 59, "decode": 15}
+    evidence.model(lambda row: row | lost if row["position"] == last[row["mode"]] else row)
+    assert model(evidence, plan).verdict is Verdict.PASS
+    evidence.model(candidate_only(lost, prompt_id="p3"))
+    found = judged(model(evidence, plan))
+    assert found.named(Verdict.ERROR) == {"model.prefill.nll_difference", "model.decode.nll_difference"}
+
+
+@pytest.mark.parametrize(("column", "check"), [("kl", "kl_mean"), ("next_token_equal", "flip_rate")])
+def test_a_position_without_its_figure_is_an_error(
+    evidence: Any, plan: Plan, judged: Any, column: str, check: str
+) -> None:
+    evidence.model(candidate_only({column: None}, mode="prefill", prompt_id="p1", position=7))
+    found = judged(model(evidence, plan))
+    assert found.verdict is Verdict.ERROR
+    assert f"model.prefill.{check}" in found.named(Verdict.ERROR)
+
+
+def test_a_mode_without_enough_positions_is_inconclusive(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.model(lambda row: row if row["mode"] == "prefill" else None)
+    found = judged(model(evidence, plan))
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert all(name.startswith("model.decode.") for name in found.named(Verdict.INCONCLUSIVE))
+
+
+def business(evidence: Any, plan: Plan) -> GateReport:
+    return layer(evidence, plan, replay.business_checks)
+
+
+def numbered(row: dict[str, Any]) -> int:
+    return int(row["prompt_id"][1:])
+
+
+def test_five_lost_prompts_and_none_won_are_worse(evidence: Any, plan: Plan, judged: Any) -> None:
+    lost = {1, 2, 3, 5, 6}
+    evidence.golden(lambda r: r | {"passed": r["passed"] and not (r["side"] == "candidate" and numbered(r) in lost)})
+    found = judged(business(evidence, plan))
+    assert "business.mcnemar_p" in found.named(Verdict.FAIL)
+    assert "g3" in found.checks["business.mcnemar_p"].message
+
+
+def test_as_many_won_as_lost_fails_the_flip_rate_alone(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.golden(lambda r: r | {"passed": numbered(r) % 2 == (r["side"] == "candidate")})
+    assert judged(business(evidence, plan)).named(Verdict.FAIL) == {"business.flip_rate"}
+
+
+def test_a_champion_that_passes_too_little_cannot_show_a_loss(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.golden(lambda r: r | {"passed": numbered(r) < 10})
+    assert judged(business(evidence, plan)).named(Verdict.INCONCLUSIVE) == {"business.champion_passes"}
+
+
+def test_a_prompt_with_an_error_or_without_a_grade_is_an_error(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.golden(candidate_only({"error": "timeout", "passed": None}, prompt_id="g4"))
+    assert "business.errors" in judged(business(evidence, plan)).named(Verdict.ERROR)
+
+
+def test_a_prompt_that_only_the_champion_answered_is_an_error(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.golden(lambda r: None if r["side"] == "candidate" and r["prompt_id"] == "g4" else r)
+    assert "business.lost_prompts" in judged(business(evidence, plan)).named(Verdict.ERROR)
+
+
+def test_a_prompt_graded_twice_passed_if_it_always_did(evidence: Any, plan: Plan, judged: Any) -> None:
+    lost = {1, 2, 3, 5, 6}
+    evidence.golden(lambda r: r | {"passed": r["passed"] and not (r["side"] == "candidate" and numbered(r) in lost)})
+    evidence.golden()
+    assert "business.mcnemar_p" in judged(business(evidence, plan)).named(Verdict.FAIL)
