@@ -161,11 +161,14 @@ class _Release:
             # candidate stays warm for whoever looks into it.
             context.say(f"stopped: {error}")
             instances.stop(context, self.router, keep_candidate=True)
-        except UserError:
-            self._end("held", "set-up")
+        except UserError as error:
+            self._end("held", f"set-up: {error}")
             raise
         except (RouterError, ProcessError, environment.MeasureError, RuntimeError, OSError) as error:
             self._end("held", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+        except BaseException as error:
+            self._end("held", f"{type(error).__name__}: {error}")
+            raise
         return self._finish()
 
     def _serve(self) -> None:
