@@ -15,7 +15,7 @@ TELEMETRY := eval "$$($(PYTHON) flows/telemetry.py)"
 .DEFAULT_GOAL := release
 
 release: setup model
-	@if [ -n "$(FRESH)" ]; then $(BIN)/python -m flows down >/dev/null && rm -rf "$(HOME_DIR)/lake" "$(HOME_DIR)/state"; fi
+	@if [ -n "$(FRESH)" ]; then $(BIN)/python -m flows down >/dev/null && rm -rf "$(HOME_DIR)/lake" "$(HOME_DIR)"/state/mlflow "$(HOME_DIR)"/state/*--*; fi
 	@$(BIN)/python -m flows release $(CANDIDATE); code=$$?; \
 	if [ -z "$(KEEP)" ]; then $(BIN)/python -m flows down >/dev/null || exit $$?; fi; exit $$code
 

@@ -12,24 +12,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel
 
 from attention.errors import UserError
 from attention.job import (
     BenchJob,
-    BusinessReplayJob,
     CompareJob,
     Evidence,
     FingerprintJob,
-    ModelReplayJob,
     ProbeJob,
+    ReplayJob,
     Setup,
-    TensorReplayJob,
     read_job,
     write_result,
 )
@@ -82,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     resolve.add_argument("--json", action="store_true")
     resolve.set_defaults(run=_resolve)
     verb("probe", "run the startup capability probes", _probe, job=True, setup=True)
-    verb("replay", "record one layer of the numerical replay", _replay, job=True)
+    verb("replay", "record the numerical replay of one side: tensor, model and business layer", _replay, job=True)
     verb("compare", "compare two recordings of the model layer", _compare, job=True)
     verb("bench", "a resident worker that times what stdin asks for", _bench, job=True)
     serve.add_arguments(verb("serve", "serve a model behind the OpenAI API", serve.run))
@@ -260,31 +259,17 @@ def _probe(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    if args.job is None or args.out is None:
-        raise UserError("replay needs --job FILE and --out DIR")
-    die_with_parent()
-    layer = read_job(args.job, _Layer).layer
-    if layer == "tensor":
-        return _replay_tensor(read_job(args.job, TensorReplayJob), args.out)
-    if layer == "model":
-        return _replay_model(read_job(args.job, ModelReplayJob), args.out)
-    return _replay_business(read_job(args.job, BusinessReplayJob), args.out)
-
-
-class _Layer(BaseModel):
-    layer: Literal["tensor", "model", "business"]
-
-
-def _replay_tensor(job: TensorReplayJob, out: Path) -> int:
     from attention import startup
     from attention.model import specs_of
-    from attention.replay import tensor
+    from attention.replay import business, model, tensor
 
+    job: ReplayJob = _job(args, ReplayJob)
     dispatcher = startup.decide(job.setup, [])
     found = startup.identify(job.setup, dispatcher)
     rows = list(
         tensor.rows(
-            job,
+            job.setup,
+            job.tensor,
             specs_of(job.setup.model, found.identity.dtype),
             (found.identity.dtype, "bfloat16"),
             dispatcher.resolved,
@@ -292,32 +277,18 @@ def _replay_tensor(job: TensorReplayJob, out: Path) -> int:
             _progress("tensor replay"),
         )
     )
+    runner = startup.load(job.setup, dispatcher)
+    model.record(runner, job.model, args.out, _progress("model replay"))
+    answers = business.answer(runner, job.business, _progress("business replay"))
     _rows(job.evidence, "tensor_replay", rows, found.id, found.identity.model_id)
-    write_result(out, {"fingerprint_id": found.id, "cases": len(rows), "errors": sum("error" in r for r in rows)})
-    return 0
-
-
-def _replay_model(job: ModelReplayJob, out: Path) -> int:
-    from attention import startup
-    from attention.replay import model
-
-    dispatcher = startup.decide(job.setup, [])
-    runner = startup.load(job.setup, dispatcher)
-    model.record(runner, job, out, _progress("model replay"))
-    found = startup.identify(job.setup, dispatcher)
-    write_result(out, {"fingerprint_id": found.id, "confirmed": dict(dispatcher.confirmed)})
-    return 0
-
-
-def _replay_business(job: BusinessReplayJob, out: Path) -> int:
-    from attention import startup
-    from attention.replay import business
-
-    dispatcher = startup.decide(job.setup, [])
-    runner = startup.load(job.setup, dispatcher)
-    answers = business.answer(runner, job, _progress("business replay"))
-    found = startup.identify(job.setup, dispatcher)
-    write_result(out, {"fingerprint_id": found.id, **answers.model_dump()})
+    summary = {
+        "fingerprint_id": found.id,
+        "cases": len(rows),
+        "errors": sum("error" in row for row in rows),
+        "confirmed": dict(dispatcher.confirmed),
+        "answers": answers.model_dump()["answers"],
+    }
+    write_result(args.out, summary)
     return 0
 
 
@@ -328,9 +299,10 @@ def _compare(args: argparse.Namespace) -> int:
     from attention.replay import compare
 
     job: CompareJob = _job(args, CompareJob)
-    torch.set_num_threads(job.setup.num_threads)
     dispatcher = startup.decide(job.setup, [])
     found = startup.identify(job.setup, dispatcher)
+    # Nothing else runs now, and the comparer's threads change no kernel under test.
+    torch.set_num_threads(os.cpu_count() or 1)
     rows = [
         {**row, "backend": dispatcher.resolved[row["mode"]], "confirmed_backend": job.confirmed[row["mode"]]}
         for row in compare.rows(

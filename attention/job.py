@@ -56,17 +56,6 @@ class ProbeJob(_Strict):
     timeout_s: float = 120.0
 
 
-class TensorReplayJob(_Strict):
-    """Tensor layer: every case x seed on the backends that the policy resolves to."""
-
-    verb: Literal["replay"] = "replay"
-    layer: Literal["tensor"] = "tensor"
-    setup: Setup
-    evidence: Evidence
-    seeds: tuple[int, ...]
-    max_kv_len: int
-
-
 class Prompt(_Strict):
     prompt_id: str
     category: str
@@ -76,27 +65,37 @@ class Prompt(_Strict):
     max_tokens: int = 16
 
 
-class ModelReplayJob(_Strict):
+class TensorPlan(_Strict):
+    """Tensor layer: every case x seed on the backends that the policy resolves to."""
+
+    seeds: tuple[int, ...]
+    max_kv_len: int
+
+
+class ModelPlan(_Strict):
     """Model layer: final hidden states, teacher-forced, as prefill scoring and as forced decode."""
 
-    verb: Literal["replay"] = "replay"
-    layer: Literal["model"] = "model"
-    setup: Setup
-    evidence: Evidence
     prompts: tuple[Prompt, ...]
     max_tokens: int  # tokens kept of each prompt
     decode_tokens: int  # the last of these go through the cache one by one
 
 
-class BusinessReplayJob(_Strict):
+class BusinessPlan(_Strict):
     """Business layer: greedy answers to the golden set, batched as in serving."""
 
+    prompts: tuple[Prompt, ...]
+    batch: int = 16
+
+
+class ReplayJob(_Strict):
+    """One side's recording of all three layers, in one process: the model is loaded once."""
+
     verb: Literal["replay"] = "replay"
-    layer: Literal["business"] = "business"
     setup: Setup
     evidence: Evidence
-    prompts: tuple[Prompt, ...]
-    batch: int = 8
+    tensor: TensorPlan
+    model: ModelPlan
+    business: BusinessPlan
 
 
 class CompareJob(_Strict):

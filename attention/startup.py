@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -118,9 +119,12 @@ def load(setup: Setup, dispatcher: Dispatcher) -> Runner:
 def prepare(setup: Setup, on_event: Callable[[FallbackEvent], None] = lambda event: None) -> Started:
     """Probe, resolve, load. Raises UserError when no backend is left, a model or a policy is wrong."""
     started = time.perf_counter()
-    probes = probe(setup)
-    dispatcher = decide(setup, probes, on_event)
-    runner = load(setup, dispatcher)
+    # The probes run in workers; the weights are read meanwhile, under the chain that the matrix alone allows.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        probing = pool.submit(probe, setup)
+        runner = load(setup, decide(setup, []))
+        probes = probing.result()
+    dispatcher = runner.dispatcher = decide(setup, probes, on_event)
     return Started(
         runner=runner,
         dispatcher=dispatcher,

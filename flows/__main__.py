@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,15 +48,17 @@ def release(
 ) -> None:
     """Take a candidate through all phases and shift traffic to it."""
     from data.candidate import load_candidate
+    from flows.early import serving
     from flows.terminal import progress, show_release
-    from tasks.lifecycle import STAGES, settled
+    from tasks.lifecycle import OFFLINE, STAGES, settled
 
     if stop_after is not None and stop_after not in STAGES:
         raise UserError(f"--stop-after {stop_after}: stages are {', '.join(STAGES)}")
     loaded = load_candidate(candidate)
     results = settled(loaded, retry=retry)
     if results is None:
-        results = _run_flow(str(candidate), champion, stop_after, retry, progress(to_stderr=as_json))
+        with serving(loaded, champion) if stop_after not in OFFLINE else nullcontext():
+            results = _run_flow(str(candidate), champion, stop_after, retry, progress(to_stderr=as_json))
     if as_json:
         documents = [result.model_dump(mode="json") for result in results]
         print(json.dumps(documents[0] if len(documents) == 1 else documents, indent=1))
@@ -87,28 +90,28 @@ def _run_flow(
 
 
 @app.command()
-def up(gpu: Gpu = "cpu", family: Family = "smollm2", as_json: Json = False) -> None:
+def up(
+    gpu: Gpu = "cpu",
+    family: Family = "smollm2",
+    champion: Annotated[str | None, typer.Option(help="incumbent of a cell without a release yet")] = None,
+    as_json: Json = False,
+) -> None:
     """Run Envoy, the champion and the watchdog of a cell under one supervisor."""
     from dataclasses import asdict
 
     from data.paths import cell_dir
     from flows import up as module
+    from tasks.lifecycle import incumbent
     from tasks.record import RecordStore
 
-    champion = None
+    serving = None
     if RecordStore(cell_dir(gpu, family) / "record.json").load().champion is None:
-        champion = _incumbent(gpu, family)
-    running = module.up(gpu, family, champion=champion)
+        serving = incumbent(gpu, family, champion)
+    running = module.up(gpu, family, champion=serving)
     if as_json:
         print(json.dumps({**asdict(running), "champion": running.champion.model_dump()}, indent=1))
     else:
         print(f"{running.url} is served by {running.release_id}; `python -m flows down` stops it")
-
-
-def _incumbent(gpu: str, family: str) -> Any:
-    from tasks.lifecycle import incumbent
-
-    return incumbent(gpu, family)
 
 
 @app.command()
@@ -250,12 +253,11 @@ def _show(model: Any, render: Any, as_json: bool) -> None:
 
 def main() -> int:
     try:
-        app(standalone_mode=False)
+        # Without its standalone mode the library returns the code of a typer.Exit.
+        return int(app(standalone_mode=False) or 0)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except typer.Exit as done:
-        return done.exit_code
     except typer.Abort:
         return 130
     except KeyboardInterrupt:
@@ -271,7 +273,6 @@ def main() -> int:
             print(f"error: {error}", file=sys.stderr)
             return 3
         raise
-    return 0
 
 
 if __name__ == "__main__":

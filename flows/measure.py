@@ -13,7 +13,7 @@ from prefect import flow
 from pydantic import BaseModel
 
 from attention.errors import UserError, nearest
-from attention.job import BusinessReplayJob, CompareJob, FingerprintJob, ModelReplayJob, ProbeJob, TensorReplayJob
+from attention.job import CompareJob, FingerprintJob, ProbeJob, ReplayJob
 from data.environment import load_environment
 from data.paths import state_dir
 from tasks.environment import Job
@@ -22,10 +22,8 @@ from tasks.environment import measure as measure_here
 KINDS: dict[str, type[BaseModel]] = {
     "fingerprint": FingerprintJob,
     "probe": ProbeJob,
-    "replay-tensor": TensorReplayJob,
-    "replay-model": ModelReplayJob,
-    "replay-business": BusinessReplayJob,
-    "replay-compare": CompareJob,
+    "replay": ReplayJob,
+    "compare": CompareJob,
 }
 
 

@@ -149,8 +149,6 @@ class _Release:
         )
         started_here = self.router.process() is None
         try:
-            if self.stop_after not in OFFLINE:
-                self._serve()
             self.run_id = self.tracker.open_release(self._story())
             self._stages()
         except (KeyboardInterrupt, SystemExit):
@@ -181,13 +179,23 @@ class _Release:
         self.context.say(f"traffic: {running.url} is served by {running.release_id}")
 
     def _stages(self) -> None:
+        if self._offline():
+            self._live()
+
+    def _offline(self) -> bool:
+        """The stages that need no traffic, those of an earlier try left out; False ends the release."""
         done = {s.stage for s in self.context.store.load().stages}
+        if self.stop_after not in OFFLINE:
+            self._serve()
         for name in OFFLINE:
             if name not in done and not self._stage(name, functools.partial(run_stage, name, self.context)):
-                return
+                return False
             if name == self.stop_after:
                 self._stopped(name)
-                return
+                return False
+        return True
+
+    def _live(self) -> None:
         requests = self._requests()
         self.context.say("shadow: starting candidate and control")
         instances.start(self.context, self.router)

@@ -18,6 +18,7 @@ from gates import canary as gate
 from gates.served import ClientOutcome, Span
 from gates.verdict import Check, GateReport, Verdict, error_check
 from tasks.context import Context, StageOutcome
+from tasks.envoy_config import SHADOW_CONCURRENCY
 from tasks.moves import move, settle
 from tasks.record import Shares
 from tasks.router import EnvoyRouter
@@ -107,10 +108,13 @@ def _gather(
     missing = wanted - have
     if missing <= 0:
         return None
+    most_at_once = context.plan.traffic.max_in_flight
     played = play(
         _from_now(arrivals),
         f"http://127.0.0.1:{router.port}",
-        max_in_flight=context.plan.traffic.max_in_flight,
+        # At 100 % the control gets copies, and no more at once than the shadow's circuit breaker takes: both
+        # arms are to carry the same load.
+        max_in_flight=min(most_at_once, SHADOW_CONCURRENCY) if step.share == 100 else most_at_once,
         enough=lambda so_far: so_far.of("candidate") >= missing,
         most=math.ceil(missing * 100 / step.share) * 3 + 50,
         tick=lambda so_far: _tick(context, step),

@@ -124,7 +124,12 @@ class Worker:
             )
         with _lock:
             _running.add(self._child)
-        self.resolved: dict[str, str] = self._answer()["resolved"]
+        self.resolved: dict[str, str] = {}
+
+    def wait_ready(self) -> Worker:
+        """Wait until the worker has loaded; several may load side by side."""
+        self.resolved = self._answer()["resolved"]
+        return self
 
     def ask(self, command: BaseModel) -> dict[str, Any]:
         """One command, its answer. Raises MeasureError when the worker is gone."""

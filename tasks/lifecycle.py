@@ -92,9 +92,9 @@ def champion_of(record: Record, cell: Cell, named: str | None) -> tuple[Deployed
     return serving, load_candidate(Path(serving.candidate_file))
 
 
-def incumbent(gpu: str, family: str) -> Deployed:
+def incumbent(gpu: str, family: str, named: str | None = None) -> Deployed:
     """The declared incumbent of a cell that nothing was released to. UserError when none fits."""
-    loaded = load_candidate(_candidate_file(_declared(gpu)))
+    loaded = load_candidate(_candidate_file(named or _declared(gpu)))
     for cell in loaded.cells:
         if (cell.gpu, cell.family) == (gpu, family):
             return _incumbent(loaded, cell)

@@ -10,13 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from attention.job import (
-    BusinessReplayJob,
-    CompareJob,
-    ModelReplayJob,
-    Prompt,
-    TensorReplayJob,
-)
+from attention.job import BusinessPlan, CompareJob, ModelPlan, Prompt, ReplayJob, TensorPlan
 from data.golden_set import GoldenPrompt, load_golden, sample
 from data.requests import read_traffic
 from gates import replay as gate
@@ -32,13 +26,12 @@ def run(context: Context) -> StageOutcome:
     """Record all layers (two processes at a time), compare, grade, judge."""
     golden = sample(load_golden().prompts, context.plan.replay.golden_prompts, SAMPLE_SEED)
     prompts = _model_prompts(context)
-    jobs = [job for side in SIDES for job in _jobs(context, side, prompts, golden)]
-    # Longest first keeps both cores busy to the end.
-    results = dict(zip((job.name for job in jobs), measure_all(jobs, context.work), strict=True))
-    context.say(f"replay: tensor {results['replay-tensor-candidate']['cases']} cases a side")
+    jobs = [_job(context, side, prompts, golden) for side in SIDES]
+    results = dict(zip(SIDES, measure_all(jobs, context.work), strict=True))
+    context.say(f"replay: tensor {results['candidate']['cases']} cases a side")
     compared = measure(_compare(context, prompts, results), context.work)
     context.say(f"replay: model {compared['positions']} positions through one lm_head")
-    passed = {side: _grade(context, side, golden, results[f"replay-business-{side}"]) for side in SIDES}
+    passed = {side: _grade(context, side, golden, results[side]) for side in SIDES}
     context.say(f"replay: business {passed['candidate']} of {len(golden)} passed, champion {passed['champion']}")
     report = gate.judge(context.lake, context.release_id, context.plan)
     return StageOutcome(report, {"positions": compared["positions"], "golden_passed": passed})
@@ -67,40 +60,34 @@ def _model_prompts(context: Context) -> tuple[Prompt, ...]:
     )
 
 
-def _jobs(context: Context, side: Side, prompts: tuple[Prompt, ...], golden: list[GoldenPrompt]) -> list[Job]:
-    plan, setup, evidence = context.plan.replay, context.setup(side), context.evidence(side)
-    business = BusinessReplayJob(
-        setup=setup,
-        evidence=evidence,
-        prompts=tuple(
-            Prompt(
-                prompt_id=g.prompt_id,
-                category=g.category,
-                language=g.language,
-                messages=tuple(m.model_dump(exclude_none=True) for m in g.messages),
-                max_tokens=min(g.max_tokens, plan.golden_max_tokens),
-            )
-            for g in golden
-        ),
+def _job(context: Context, side: Side, prompts: tuple[Prompt, ...], golden: list[GoldenPrompt]) -> Job:
+    plan = context.plan.replay
+    asked = tuple(
+        Prompt(
+            prompt_id=g.prompt_id,
+            category=g.category,
+            language=g.language,
+            messages=tuple(m.model_dump(exclude_none=True) for m in g.messages),
+            max_tokens=min(g.max_tokens, plan.golden_max_tokens),
+        )
+        for g in golden
     )
-    model = ModelReplayJob(
-        setup=setup,
-        evidence=evidence,
-        prompts=prompts,
-        max_tokens=plan.model_tokens,
-        decode_tokens=plan.decode_tokens,
+    job = ReplayJob(
+        setup=context.setup(side),
+        evidence=context.evidence(side),
+        tensor=TensorPlan(seeds=tensor_seeds(context), max_kv_len=plan.max_kv_len),
+        model=ModelPlan(prompts=prompts, max_tokens=plan.model_tokens, decode_tokens=plan.decode_tokens),
+        business=BusinessPlan(prompts=asked),
     )
-    tensor = TensorReplayJob(setup=setup, evidence=evidence, seeds=tensor_seeds(context), max_kv_len=plan.max_kv_len)
-    named = {"business": business, "model": model, "tensor": tensor}
-    return [Job(f"replay-{layer}-{side}", job, context.environment(side)) for layer, job in named.items()]
+    return Job(f"replay-{side}", job, context.environment(side))
 
 
-def _compare(context: Context, prompts: tuple[Prompt, ...], results: dict[str, dict[str, Any]]) -> Job:
-    candidate = results["replay-model-candidate"]
+def _compare(context: Context, prompts: tuple[Prompt, ...], results: dict[Side, dict[str, Any]]) -> Job:
+    candidate = results["candidate"]
     job = CompareJob(
         setup=context.setup("candidate"),
         evidence=context.evidence("candidate"),
-        champion=Path(results["replay-model-champion"]["out"]) / "hidden.safetensors",
+        champion=Path(results["champion"]["out"]) / "hidden.safetensors",
         candidate=Path(candidate["out"]) / "hidden.safetensors",
         prompts=prompts,
         confirmed=candidate["confirmed"],

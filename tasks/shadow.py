@@ -12,6 +12,7 @@ from data.requests import TrafficRequest
 from gates import shadow as gate
 from gates.served import Span
 from tasks.context import Context, StageOutcome
+from tasks.envoy_config import SHADOW_CONCURRENCY
 from tasks.moves import move, settle
 from tasks.router import EnvoyRouter
 from tasks.traffic import Played, endless, play
@@ -26,7 +27,8 @@ def run(context: Context, router: EnvoyRouter, requests: list[TrafficRequest]) -
     played = play(
         endless(requests),
         f"http://127.0.0.1:{router.port}",
-        max_in_flight=context.plan.traffic.max_in_flight,
+        # More at once than the shadow's circuit breaker takes would only be dropped.
+        max_in_flight=min(context.plan.traffic.max_in_flight, SHADOW_CONCURRENCY),
         enough=lambda so_far: so_far.sent >= plan.requests,
         most=plan.requests,
         tick=lambda so_far: _tick(context, so_far),

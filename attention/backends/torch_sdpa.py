@@ -41,6 +41,11 @@ class TorchSdpa:
         return declared_reasons(self.name, case, device=self.device)
 
     def plan(self, batch: Batch, spec: AttentionSpec) -> Planned:
+        # One call for a batch of single-token decodes needs a mask over their padding, which the fused CUDA
+        # kernels refuse.
+        masked = self.device == "cpu" or self.kernel == "math"
+        if masked and len(batch.q_lens) > 1 and set(batch.q_lens) == {1}:
+            return _PlannedDecodes(self.name, batch, spec, self.kernel, self.device)
         return _PlannedSdpa(backend=self.name, batch=batch, spec=spec, kernel=self.kernel, device=self.device)
 
 
@@ -86,9 +91,7 @@ class _PlannedSdpa(Planned):
         causal = square and self.spec.causal and self.spec.window == (None, None) and mask_QL is not None
         mask = None if causal else mask_QL
         if self._direct:
-            bias = None
-            if mask is not None:
-                bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+            bias = None if mask is None else _bias(mask, q.dtype)
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, causal, attn_mask=bias, scale=self.spec.scale
             )
@@ -103,3 +106,55 @@ class _PlannedSdpa(Planned):
             enable_gqa=self.spec.heads_q != self.spec.heads_kv,
         )
         return out[0].transpose(0, 1), None
+
+
+class _PlannedDecodes(Planned):
+    """Several single-token decodes in one call, padded to the longest.
+
+    Shape legend beyond base: B members, L padded KV length. Padded slots may hold anything, NaN too, and a
+    masked NaN still poisons the sum: they are zeroed in the gathered copy.
+    """
+
+    def __init__(self, backend: str, batch: Batch, spec: AttentionSpec, kernel: str, device: str) -> None:
+        copies = ["paged KV gathered to dense", "KV padded to the longest member"]
+        super().__init__(backend=backend, batch=batch, spec=spec, forced_copies=copies)
+        where, longest = torch.device(device), max(batch.kv_lens)
+        num_pages = -(-longest // batch.page_size)
+        tables = [(*table, *([table[0]] * num_pages))[:num_pages] for table in batch.block_tables]
+        self._pages_BN = torch.tensor(tables, dtype=torch.long, device=where)
+        lengths_B1 = torch.tensor(batch.kv_lens, device=where)[:, None]
+        places_1L = torch.arange(num_pages * batch.page_size, device=where)[None]
+        visible_BL = places_1L < lengths_B1
+        self._padding = (~visible_BL).flatten().nonzero()[:, 0]
+        if spec.window[0] is not None:
+            visible_BL &= places_1L >= lengths_B1 - 1 - spec.window[0]
+        self._bias_B11L = _bias(visible_BL, spec.dtype)[:, None, None]
+        self._kernel = kernel
+        self._direct = kernel == "flash" and where.type == "cpu"
+
+    def run(
+        self, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q_BH1D, k, v = q_THD[:, :, None], self._gather(k_NPGD), self._gather(v_NPGD)
+        if self._direct:
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q_BH1D, k, v, 0.0, False, attn_mask=self._bias_B11L, scale=self.spec.scale
+            )
+            return out[:, :, 0], lse[:, :, 0]
+        with sdpa_kernel([KERNELS[self._kernel]]):
+            gqa = self.spec.heads_q != self.spec.heads_kv
+            out = F.scaled_dot_product_attention(
+                q_BH1D, k, v, attn_mask=self._bias_B11L, scale=self.spec.scale, enable_gqa=gqa
+            )
+        return out[:, :, 0], None
+
+    def _gather(self, cache_NPGD: torch.Tensor) -> torch.Tensor:
+        """[B, G, L, D] of all members."""
+        flat = cache_NPGD.index_select(0, self._pages_BN.flatten())
+        flat = flat.view(-1, *cache_NPGD.shape[2:]).index_fill_(0, self._padding, 0)
+        return flat.view(len(self._pages_BN), -1, *flat.shape[1:]).transpose(1, 2)
+
+
+def _bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a key is visible, -inf where not."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))

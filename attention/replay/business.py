@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from pydantic import BaseModel
 
-from attention.job import BusinessReplayJob
+from attention.job import BusinessPlan
 from attention.model import Runner
 from attention.sampling import SamplingParams
 from attention.scheduler import Generation, Limits, Scheduler
@@ -32,12 +32,12 @@ class Answers(BaseModel):
 
 
 def answer(
-    runner: Runner, job: BusinessReplayJob, progress: Callable[[int, int], None] = lambda done, total: None
+    runner: Runner, plan: BusinessPlan, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Answers:
-    """Answer every prompt of the job, at most `job.batch` at a time."""
-    scheduler = Scheduler(runner, Limits(max_running=job.batch, max_queue=len(job.prompts)))
+    """Answer every prompt of the plan, at most `plan.batch` at a time."""
+    scheduler = Scheduler(runner, Limits(max_running=plan.batch, max_queue=len(plan.prompts)))
     generations: list[Generation] = []
-    for prompt in job.prompts:
+    for prompt in plan.prompts:
         ids = runner.tokenizer.apply_chat_template(
             list(prompt.messages),
             tools=list(prompt.tools) if prompt.tools else None,

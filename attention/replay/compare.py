@@ -18,7 +18,7 @@ from safetensors import safe_open
 from attention.errors import UserError
 from attention.job import Prompt
 
-_CHUNK_ROWS = 64
+_CHUNK_ROWS = 128
 
 
 def lm_head(model: Path) -> torch.Tensor:

@@ -17,7 +17,7 @@ from attention import confirm
 from attention.backends import create
 from attention.backends.base import AttentionSpec
 from attention.cases import AttentionCase, Phase
-from attention.job import TensorReplayJob
+from attention.job import Setup, TensorPlan
 from attention.replay.figures import compare
 from attention.replay.problems import INPUTS, make
 
@@ -54,7 +54,8 @@ def cases(spec: AttentionSpec, dtype: str, page_size: int, max_kv_len: int) -> I
 
 
 def rows(
-    job: TensorReplayJob,
+    setup: Setup,
+    plan: TensorPlan,
     specs: list[AttentionSpec],
     dtypes: tuple[str, ...],
     resolved: dict[Phase, str],
@@ -62,20 +63,20 @@ def rows(
     progress: Any = lambda done, total: None,
 ) -> Iterator[dict[str, Any]]:
     """Rows of `tensor_replay`, one a (case, inputs, seed)."""
-    plan = [
+    problems = [
         (case, inputs, seed)
         for spec in dict.fromkeys(specs)
         for dtype in dict.fromkeys(dtypes)
-        for case in cases(spec, dtype, job.setup.page_size, job.max_kv_len)
+        for case in cases(spec, dtype, setup.page_size, plan.max_kv_len)
         for inputs in INPUTS
-        for seed in job.seeds
+        for seed in plan.seeds
     ]
-    for done, (case, inputs, seed) in enumerate(plan, start=1):
+    for done, (case, inputs, seed) in enumerate(problems, start=1):
         yield {
-            **_row(case, inputs, seed, resolved[case.phase], job.setup.device, scale_factor),
+            **_row(case, inputs, seed, resolved[case.phase], setup.device, scale_factor),
             "time": datetime.now(UTC),
         }
-        progress(done, len(plan))
+        progress(done, len(problems))
 
 
 def _row(case: AttentionCase, inputs: Any, seed: int, backend: str, device: str, scale_factor: float) -> dict[str, Any]:
