@@ -11,9 +11,11 @@ champion first.
 from __future__ import annotations
 
 import functools
+import importlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -139,6 +141,8 @@ class _Release:
         self.run_id: str | None = None
         self.failed_gate: str | None = None
         self._router_before = 0  # requests that Envoy sent to a candidate before this release
+        # Pictures and MLflow's copies decide nothing, so they are made beside the next stage.
+        self._copies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copies")
 
     def run(self) -> ReleaseResult:
         context = self.context
@@ -149,7 +153,7 @@ class _Release:
         )
         started_here = self.router.process() is None
         try:
-            self.run_id = self.tracker.open_release(self._story())
+            self._copies.submit(self._open)
             self._stages()
         except (KeyboardInterrupt, SystemExit):
             self._abandon(started_here)
@@ -168,6 +172,11 @@ class _Release:
             self._end("held", f"{type(error).__name__}: {error}")
             raise
         return self._finish()
+
+    def _open(self) -> None:
+        """The MLflow run, and Great Expectations, whose import takes seconds that the first gate need not wait for."""
+        self.run_id = self.tracker.open_release(self._story())
+        importlib.import_module("great_expectations")
 
     def _serve(self) -> None:
         """Envoy, champion and watchdog run, and everything goes to the champion."""
@@ -236,7 +245,7 @@ class _Release:
         record = lifecycle.passed(self.context, name, outcome, seconds)
         if report.verdict is Verdict.PASS:
             self.context.say(f"{name}: pass, {len(report.checks)} checks, {seconds:.0f} s")
-        self._log_stage(name, outcome, seconds)
+        self._copies.submit(self._log_stage, name, outcome, seconds)
         if report.verdict is Verdict.PASS or record.approval is not None:
             return True
         self.failed_gate = name
@@ -332,6 +341,7 @@ class _Release:
             from flows.down import down
 
             down(self.context.cell.gpu, self.context.cell.family)
+        self._copies.shutdown(cancel_futures=True)
         self.tracker.close_release(self.run_id, self._story())
 
     def _stopped(self, name: str) -> None:
@@ -399,6 +409,7 @@ class _Release:
 
     def _finish(self) -> ReleaseResult:
         """Report, MLflow, and the result; the record decides what it says."""
+        self._copies.shutdown()
         story, record = self._story(), self.context.store.load()
         page = report_html.write(story, self._figures)
         self.tracker.close_release(self.run_id, story, page)
