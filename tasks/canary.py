@@ -115,7 +115,7 @@ def _gather(
         # At 100 % the control gets copies, and no more at once than the shadow's circuit breaker takes: both
         # arms are to carry the same load.
         max_in_flight=min(most_at_once, SHADOW_CONCURRENCY) if step.share == 100 else most_at_once,
-        enough=lambda so_far: so_far.of("candidate") >= missing,
+        enough=lambda so_far: so_far.begun["candidate"] >= missing,
         most=math.ceil(missing * 100 / step.share) * 3 + 50,
         tick=lambda so_far: _tick(context, step),
     )

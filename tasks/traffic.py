@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -52,6 +53,7 @@ class Played:
 
     replies: list[Reply] = field(default_factory=list)
     sent: int = 0
+    begun: Counter[str] = field(default_factory=Counter)  # replies whose headers came, by role: whole or not yet
     stopped: str | None = None
 
     def of(self, role: str) -> int:
@@ -136,7 +138,7 @@ async def _play(
 
     async def one(client: httpx.AsyncClient, request: TrafficRequest) -> None:
         try:
-            played.replies.append(await _send(client, request, model))
+            played.replies.append(await _send(client, request, model, played.begun))
         finally:
             room.release()
 
@@ -181,7 +183,7 @@ async def _until(moment: float, stop: Callable[[], bool]) -> None:
         await asyncio.sleep(min(left, 0.1))
 
 
-async def _send(client: httpx.AsyncClient, request: TrafficRequest, model: str | None) -> Reply:
+async def _send(client: httpx.AsyncClient, request: TrafficRequest, model: str | None, begun: Counter[str]) -> Reply:
     request_id = str(uuid.uuid4())
     headers = {"x-request-id": request_id, "x-session-id": request.session_id}
     payload = request.payload()
@@ -191,12 +193,14 @@ async def _send(client: httpx.AsyncClient, request: TrafficRequest, model: str |
     for attempt in itertools.count():
         try:
             async with client.stream("POST", request.endpoint, json=payload, headers=headers) as response:
+                role = response.headers.get("x-attention-role", "")
+                begun[role] += response.status_code == 200
                 complete = await _read(response, bool(payload.get("stream")))
                 return Reply(
                     request_id=request_id,
                     status=response.status_code,
                     complete=complete,
-                    role=response.headers.get("x-attention-role", ""),
+                    role=role,
                     release=response.headers.get("x-attention-release", ""),
                     seconds=time.perf_counter() - started,
                 )
