@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from attention.errors import UserError, nearest
 from attention.faults import check_fault
 from data.environment import load_environment
-from data.paths import family_of, model_path, repo_dir
+from data.paths import candidates_dir, family_of, model_path, repo_dir
 from data.plan import Plan, load_plan
 
 DRILL_FOLDER = "drill"
@@ -113,6 +113,19 @@ def load_candidate(path: Path) -> Loaded:
         cells=cells,
         identity=identity,
     )
+
+
+def candidate_named(name: str) -> Path:
+    """The file of a candidate in `candidates_dir()`: `torch-flash-cpu`, or `drill/slow_decode`.
+
+    For callers that may pick a candidate but not add one: a name is looked up among the files that are
+    there, so that none can lead elsewhere. Raises UserError with the nearest names.
+    """
+    folder = candidates_dir()
+    known = {path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.rglob("*.yaml")}
+    if name not in known:
+        raise UserError(f"candidate {name!r}: not a name in {folder}; {nearest(name, known)}")
+    return known[name]
 
 
 def _parse(path: Path) -> Candidate:

@@ -1,7 +1,8 @@
 """Where things lie. Everything generated stands under one folder, so that a test can have its own.
 
 Environment variables: ATTENTION_RELEASE_HOME (default: the repository's `data/`) holds `lake/` and
-`state/`; ATTENTION_RELEASE_MODELS (default: `data/models`) holds model folders, shared by all homes.
+`state/`; ATTENTION_RELEASE_MODELS (default: `data/models`) holds model folders, shared by all homes;
+ATTENTION_RELEASE_CANDIDATES (default: `data/candidates`) holds the candidates that go by name.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ def state_dir() -> Path:
 
 def models_dir() -> Path:
     return Path(os.environ.get("ATTENTION_RELEASE_MODELS") or repo_dir() / "data" / "models").resolve()
+
+
+def candidates_dir() -> Path:
+    """Candidates that a person added, and that an event or an API call may pick by name."""
+    return Path(os.environ.get("ATTENTION_RELEASE_CANDIDATES") or repo_dir() / "data" / "candidates").resolve()
 
 
 def cell_dir(gpu: str, family: str) -> Path:

@@ -24,9 +24,10 @@ from typing import Any
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
+from prefect.context import FlowRunContext
 
 from attention.errors import UserError
-from data.candidate import Cell, Loaded, load_candidate
+from data.candidate import Cell, Loaded, candidate_named, load_candidate
 from data.paths import cell_dir, lake_dir
 from data.requests import TrafficRequest, read_traffic, scale
 from flows.up import up
@@ -77,16 +78,26 @@ class ReleaseRefusedError(RuntimeError):
 def release(
     candidate: str, champion: str | None = None, stop_after: str | None = None, retry: bool = False
 ) -> list[dict[str, Any]]:
-    """Release a candidate file through all waves. Raises ReleaseRefusedError when a cell does not promote it.
+    """Release a candidate through all waves. Raises ReleaseRefusedError when a cell does not promote it.
 
+    candidate: its file; for a run of a deployment its name in data/candidates, and so for champion.
     champion: the incumbent of a cell that nothing was released to (default: data/champions.yaml).
     stop_after: end after this stage passed. retry: try a candidate again that was rejected before.
     """
     say = _say.get()
+    if _deployed():
+        candidate = str(candidate_named(candidate))
+        champion = str(candidate_named(champion)) if champion is not None else None
     results = run_release(candidate, champion=champion, stop_after=stop_after, retry=retry, say=say)
     if any(result.exit_code for result in results):
         raise ReleaseRefusedError(results)
     return [result.model_dump() for result in results]
+
+
+def _deployed() -> bool:
+    """Whether an event, a schedule or an API call started this run: it may pick candidates, not bring them."""
+    context = FlowRunContext.get()
+    return context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None
 
 
 def run_release(

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from attention.errors import UserError
 from data.candidate import Cell, Loaded, load_candidate
 from data.environment import load_environment
-from data.paths import cell_dir, lake_dir, repo_dir
+from data.paths import candidates_dir, cell_dir, lake_dir, repo_dir
 from gates.verdict import Verdict
 from tasks.context import Context, StageOutcome, setup_of
 from tasks.instances import command
@@ -139,7 +139,7 @@ def _declared(gpu: str) -> str:
 def _candidate_file(name: str) -> Path:
     """A candidate by path, or by name in data/candidates."""
     direct = Path(name) if Path(name).is_absolute() else repo_dir() / name
-    return direct if direct.suffix == ".yaml" else repo_dir() / "data" / "candidates" / f"{name}.yaml"
+    return direct if direct.suffix == ".yaml" else candidates_dir() / f"{name}.yaml"
 
 
 def refusal(record: Record, loaded: Loaded, *, retry: bool) -> str | None:

@@ -1,0 +1,111 @@
+"""Seeded problems: the same everywhere, poisoned where nothing may look, with needles that must be found."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention.backends.oracle import attend
+from attention.cases import AttentionCase
+from attention.replay.problems import INPUTS, Inputs, Problem, make
+
+
+def case(batch: str = "q5s40_q1s33_q20", page_size: int | None = 16) -> AttentionCase:
+    return AttentionCase(
+        phase="extend",
+        batch=batch,
+        heads_q=4,
+        heads_kv=2,
+        head_dim_qk=16,
+        head_dim_vo=24,
+        dtype="float32",
+        layout="paged_nhd" if page_size else "ragged",
+        page_size=page_size,
+    )
+
+
+def slots(problem: Problem, member: int) -> torch.Tensor:
+    page = problem.batch.page_size
+    table = problem.batch.block_tables[member]
+    return torch.tensor([table[i // page] * page + i % page for i in range(problem.batch.kv_lens[member])])
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_the_same_seed_gives_the_same_problem(inputs: Inputs) -> None:
+    one, again, other = (make(case(), inputs, seed) for seed in (3, 3, 4))
+    assert one.batch == again.batch
+    for name in ("q_THD", "k_NPGD", "v_NPGD"):
+        left, right = getattr(one, name), getattr(again, name)
+        assert torch.equal(left.nan_to_num(-99), right.nan_to_num(-99))
+    assert torch.equal(one.truth.out_QHD, again.truth.out_QHD)
+    assert not torch.equal(one.q_THD, other.q_THD)
+
+
+def test_unused_slots_hold_nan_and_used_ones_do_not() -> None:
+    problem = make(case(), "normal", 0)
+    used = torch.cat([slots(problem, i) for i in range(3)])
+    assert len(set(used.tolist())) == 40 + 33 + 20, "no slot belongs to two members"
+    for cache in (problem.k_NPGD, problem.v_NPGD):
+        flat = cache.flatten(0, 1)
+        assert torch.isfinite(flat[used]).all()
+        rest = torch.ones(len(flat), dtype=torch.bool)
+        rest[used] = False
+        assert rest.any()
+        assert flat[rest].isnan().all()
+
+
+def test_pages_are_handed_out_in_shuffled_order() -> None:
+    tables = make(case("q1s512"), "normal", 0).batch.block_tables
+    assert list(tables[0]) != sorted(tables[0])
+
+
+def test_the_truth_is_that_of_the_pages() -> None:
+    problem = make(case(), "needle", 1)
+    row = 0
+    for i, q_len in enumerate(problem.batch.q_lens):
+        at = slots(problem, i)
+        q = problem.q_THD[row : row + q_len]
+        one = attend(q, problem.k_NPGD.flatten(0, 1)[at], problem.v_NPGD.flatten(0, 1)[at], problem.spec)
+        assert torch.equal(problem.truth.out_QHD[row : row + q_len], one.out_QHD)
+        row += q_len
+    assert row == len(problem.q_THD)
+
+
+@pytest.mark.parametrize("lost", [0, 16, 999])
+def test_a_needle_that_is_lost_changes_the_answer_where_random_inputs_hide_it(lost: int) -> None:
+    effects = {}
+    for inputs in ("normal", "needle"):
+        problem = make(case("q1s1000"), inputs, 2)
+        at = slots(problem, 0)
+        keep = torch.tensor([i for i in range(1000) if i != lost])
+        spec = replace(problem.spec, causal=False)
+        k, v = (cache.flatten(0, 1)[at][keep] for cache in (problem.k_NPGD, problem.v_NPGD))
+        without = attend(problem.q_THD, k, v, spec).out_QHD
+        effects[inputs] = float((without - problem.truth.out_QHD).norm() / problem.truth.out_QHD.norm())
+    assert effects["needle"] > 0.1 > effects["normal"]
+
+
+def test_the_last_query_of_a_prompt_has_a_needle_at_the_last_key() -> None:
+    problem = make(case("q40s300"), "needle", 2)
+    at = slots(problem, 0)[:-1]
+    k, v = (cache.flatten(0, 1)[at] for cache in (problem.k_NPGD, problem.v_NPGD))
+    without = attend(problem.q_THD[-1:], k, v, problem.spec).out_QHD[0]
+    exact = problem.truth.out_QHD[-1]
+    assert float((without - exact).norm() / exact.norm()) > 0.1
+
+
+def test_large_logits_are_large() -> None:
+    assert float(make(case(), "large_logit", 0).truth.lse_QH.max()) > 25
+    assert float(make(case(), "normal", 0).truth.lse_QH.max()) < 15
+
+
+def test_the_default_scale_is_that_of_the_head_dim() -> None:
+    assert make(case(), "normal", 0).spec.scale == 1 / math.sqrt(16)
+
+
+def test_a_case_without_pages_is_refused() -> None:
+    with pytest.raises(ValueError, match="page size"):
+        make(case(page_size=None), "normal", 0)

@@ -1,0 +1,216 @@
+"""Bad input of `release`: one line on stderr that says what, where and what to do; exit 2, nothing written."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tasks.processes import free_port
+from tasks.record import RecordStore
+from tests.commands import FLASH, QUICK, Home, candidate_file
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    (tmp_path / "home").mkdir()
+    return Home(tmp_path / "home", tmp_path / "prefect")
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line of a command that refused its input."""
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def files(home: Home) -> list[str]:
+    return sorted(str(path.relative_to(home.path)) for path in home.path.rglob("*") if path.is_file())
+
+
+def policy(folder: Path, name: str) -> str:
+    path = folder / "policy.yaml"
+    path.write_text(f"attention_policy: {{preferred: [{name}], fallback: [math]}}\n")
+    return str(path)
+
+
+def plan(folder: Path, before: str, after: str) -> str:
+    path = folder / "plan.yaml"
+    path.write_text(QUICK.read_text().replace(before, after))
+    return str(path)
+
+
+def not_yaml(folder: Path) -> Path:
+    path = folder / "broken.yaml"
+    path.write_text("name: [unclosed\n")
+    return path
+
+
+# What is wrong with the candidate, and what the line must name.
+CANDIDATES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
+    "a file that is not there": (lambda folder: folder / "flahs.yaml", ("flahs.yaml: no such file",)),
+    "a file that is not YAML": (not_yaml, ("broken.yaml: not YAML",)),
+    "a missing key": (lambda folder: candidate_file(folder, policy=None), ("flash.yaml: policy: this key is missing",)),
+    "a missing key of a wave": (
+        lambda folder: candidate_file(folder, waves=[{"gpu": "cpu"}]),
+        ("waves.0.models: this key is missing",),
+    ),
+    "an unknown key": (
+        lambda folder: candidate_file(folder, polcy="x"),
+        ("flash.yaml: polcy: unknown key", "did you mean policy"),
+    ),
+    "an unknown key of a wave": (
+        lambda folder: candidate_file(folder, waves=[{"gpu": "cpu", "models": ["m"], "modles": []}]),
+        ("waves.0.modles: unknown key", "did you mean models"),
+    ),
+    "an engine that is not driven": (lambda folder: candidate_file(folder, engine="vlm"), ("engine", "'vlm'")),
+    "an unknown backend": (
+        lambda folder: candidate_file(folder, policy=policy(folder, "torch_sdpa:flahs")),
+        ("policy.yaml", "torch_sdpa:flahs", "did you mean torch_sdpa:flash"),
+    ),
+    "a policy that is not there": (
+        lambda folder: candidate_file(folder, policy=str(FLASH.with_name("cpu-flahs.yaml"))),
+        ("policy:", "is not there", "did you mean cpu-flash.yaml"),
+    ),
+    "a model that is not there": (
+        lambda folder: candidate_file(folder, waves=[{"gpu": "cpu", "models": ["smollm3"]}]),
+        ("waves.models: no model at", "smollm3", "make model"),
+    ),
+    "a plan that is not there": (
+        lambda folder: candidate_file(folder, plan="dmeo"),
+        ("plan 'dmeo'", "did you mean demo"),
+    ),
+    "a plan with steps that do not rise": (
+        lambda folder: candidate_file(folder, plan=plan(folder, "[50, 100]", "[100, 50]")),
+        ("plan.yaml: canary", "steps must rise and end at 100"),
+    ),
+    "an environment that is not there": (
+        lambda folder: candidate_file(folder, environment="curent"),
+        ("environment 'curent'", "did you mean current"),
+    ),
+    "traffic that is not there": (
+        lambda folder: candidate_file(folder, traffic={"source": "data/traffic/smaple.jsonl"}),
+        ("traffic.source:", "smaple.jsonl", "did you mean sample.jsonl"),
+    ),
+    "a fault outside the drill folder": (
+        lambda folder: candidate_file(folder, fault="wrong_scale"),
+        ("`fault` is for drills only", "data/candidates/drill"),
+    ),
+    "an unknown fault": (
+        lambda folder: candidate_file(folder / "drill", fault="wrong_scael"),
+        ("fault 'wrong_scael' is unknown", "did you mean wrong_scale"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Home, subprocess.CompletedProcess[str]]]:
+    """Every bad candidate in a process and a home of its own, two at a time."""
+
+    def run(name: str) -> tuple[Home, subprocess.CompletedProcess[str]]:
+        folder = tmp_path_factory.mktemp("bad")
+        (folder / "home").mkdir()
+        home = Home(folder / "home", folder / "prefect")
+        return home, home.run("release", CANDIDATES[name][0](folder))
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(CANDIDATES, pool.map(run, CANDIDATES), strict=True))
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_a_candidate_with(name: str, answers: dict[str, tuple[Home, subprocess.CompletedProcess[str]]]) -> None:
+    home, done = answers[name]
+    line = refused(done)
+    assert all(part in line for part in CANDIDATES[name][1]), line
+    assert files(home) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--frob",), "No such option: --frob"),
+        (("--stop-after", "cannary"), "stages are fingerprint, probe, replay"),
+        (("--champion", "torch-mth-cpu"), "torch-mth-cpu"),
+    ],
+)
+def test_an_option_that_is_wrong(home: Home, tmp_path: Path, words: tuple[str, ...], told: str) -> None:
+    line = refused(home.run("release", candidate_file(tmp_path), *words))
+    assert told in line
+    assert files(home) == []
+
+
+def test_no_candidate_at_all_and_a_command_that_is_none(home: Home) -> None:
+    assert "candidate" in refused(home.run("release"))
+    assert "relaese" in refused(home.run("relaese"))
+
+
+@pytest.mark.parametrize("command", ["release", "up"])
+def test_a_port_in_use_is_named_with_who_has_it_and_nothing_is_left(home: Home, tmp_path: Path, command: str) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", home.port))
+        other.listen()
+        words = ("release", candidate_file(tmp_path)) if command == "release" else ("up",)
+        line = refused(home.run(*words))
+    assert f"port {home.port} is in use (pid" in line and "ATTENTION_RELEASE_PORT" in line
+    assert [name for name in files(home) if not name.endswith(".lock")] == []
+    assert home.processes() == []
+
+
+def test_a_port_that_is_none(home: Home, tmp_path: Path) -> None:
+    line = refused(home.run("release", candidate_file(tmp_path), ATTENTION_RELEASE_PORT="http"))
+    assert "ATTENTION_RELEASE_PORT=http: not a port" in line
+    assert files(home) == []
+
+
+@pytest.mark.parametrize("content", ["{ not json", '{"gpu": "cpu"}', '{"gpu": "cpu", "family": "x", "colour": 1}'])
+def test_a_record_that_is_none_is_left_as_it_is(home: Home, tmp_path: Path, content: str) -> None:
+    home.cell.mkdir(parents=True)
+    record = home.cell / "record.json"
+    record.write_text(content)
+    line = refused(home.run("release", candidate_file(tmp_path)))
+    assert f"{record}: not a release record" in line and "restore a good copy" in line
+    assert record.read_text() == content
+    assert files(home) == ["state/cpu--smollm2/record.json"]
+
+
+def test_a_second_release_is_told_who_runs(home: Home, tmp_path: Path) -> None:
+    with home.store.hold("flash-1") as lease:
+        before = home.record()
+        line = refused(home.run("release", candidate_file(tmp_path), "--json"))
+        lease.check()
+        after = home.record()
+    assert "a release is already running for cpu smollm2: flash-1 (pid" in line
+    assert after.generation == before.generation and after.champion is None
+    assert home.processes() == []
+
+
+def test_a_second_release_of_the_offline_stages_is_told_too(home: Home, tmp_path: Path) -> None:
+    """It brings no champion up, so only the lease itself stops it."""
+    with home.store.hold("flash-1"):
+        line = refused(home.run("release", candidate_file(tmp_path), "--stop-after", "probe"))
+    assert "flash-1 (pid" in line
+
+
+def test_rollback_approve_and_why_of_what_is_not_there(home: Home) -> None:
+    assert "no release record for cpu smollm9" in refused(
+        home.run("rollback", "--gpu", "cpu", "--family", "smollm9", "--reason", "test")
+    )
+    assert "flash-9" in refused(home.run("approve", "flash-9"))
+    assert "flash-9" in refused(home.run("why", "flash-9"))
+    assert files(home) == []
+
+
+def test_a_lease_that_nobody_renews_stops_nobody(home: Home) -> None:
+    """The lease file of a dead release is data, not an error: it runs out."""
+    store = RecordStore(home.cell / "record.json")
+    token = store.acquire("flash-1")
+    store.release(token)
+    assert json.loads((home.cell / "record.json").read_text())["lease"] is None
+    assert free_port() != home.port
