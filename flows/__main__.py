@@ -48,7 +48,7 @@ def release(
 ) -> None:
     """Take a candidate through all phases and shift traffic to it."""
     from data.candidate import load_candidate
-    from flows.early import serving
+    from flows.early import check_set_up, serving
     from flows.terminal import progress, show_release
     from tasks.lifecycle import OFFLINE, STAGES, settled
 
@@ -57,7 +57,9 @@ def release(
     loaded = load_candidate(candidate)
     results = settled(loaded, retry=retry)
     if results is None:
-        with serving(loaded, champion) if stop_after not in OFFLINE else nullcontext():
+        with_traffic = stop_after not in OFFLINE
+        check_set_up(loaded, champion, with_traffic=with_traffic)
+        with serving(loaded, champion) if with_traffic else nullcontext():
             results = _run_flow(str(candidate), champion, stop_after, retry, progress(to_stderr=as_json))
     if as_json:
         documents = [result.model_dump(mode="json") for result in results]

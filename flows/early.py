@@ -1,5 +1,6 @@
 """Bring the champion up while Prefect starts: both take seconds, and neither needs the other.
 
+Before that, what the release would run into anyway is said at once, while nothing is written yet.
 The release itself calls `up` again, which then finds everything running. What this command started, it
 stops again when it is interrupted; what ran before is left as it was.
 """
@@ -15,25 +16,35 @@ from attention.errors import UserError
 from data.candidate import Loaded
 from data.paths import cell_dir, repo_dir
 from flows.down import down
+from tasks.lifecycle import champion_of
+from tasks.processes import require_free_port
 from tasks.record import RecordStore
-from tasks.router import EnvoyRouter
+from tasks.router import EnvoyRouter, default_port
+
+
+def check_set_up(loaded: Loaded, champion: str | None, *, with_traffic: bool) -> None:
+    """Raise UserError while another release holds the first cell, for a `--champion` that cannot be, and
+    for a listener's port that is taken.
+    """
+    cell = loaded.cells[0]
+    folder = cell_dir(cell.gpu, cell.family)
+    record = RecordStore(folder / "record.json").load()
+    if record.lease is not None and record.lease_live():
+        raise UserError(
+            f"a release is already running for {cell.gpu} {cell.family}: {record.lease.holder}"
+            f" (pid {record.lease.pid}): wait for it or stop it"
+        )
+    if champion is not None:
+        champion_of(record, cell, champion)
+    if with_traffic and EnvoyRouter(folder).process() is None:
+        require_free_port(default_port())
 
 
 @contextmanager
 def serving(loaded: Loaded, champion: str | None) -> Iterator[None]:
-    """Start `flows up` for the first cell in the background, unless it runs; undo that on Ctrl-C.
-
-    Raises UserError at once while another release holds the cell.
-    """
+    """Start `flows up` for the first cell in the background, unless it runs; undo that on Ctrl-C."""
     cell = loaded.cells[0]
-    folder = cell_dir(cell.gpu, cell.family)
-    lease = RecordStore(folder / "record.json").load().lease
-    if lease is not None and lease.live():
-        raise UserError(
-            f"a release is already running for {cell.gpu} {cell.family}: {lease.holder} (pid {lease.pid}):"
-            f" wait for it or stop it"
-        )
-    if EnvoyRouter(folder).process() is not None:
+    if EnvoyRouter(cell_dir(cell.gpu, cell.family)).process() is not None:
         yield
         return
     command = [sys.executable, "-m", "flows", "up", "--gpu", cell.gpu, "--family", cell.family]

@@ -471,7 +471,7 @@ def _gates(story: Story, record: Record) -> list[Gate]:
             verdict=str(gate.verdict),
             checks=len(gate.checks),
             seconds=seconds.get(gate.stage, 0.0),
-            detectable="; ".join(dict.fromkeys(c.detectable for c in gate.checks if c.detectable))[:2000],
+            detectable=lifecycle.detectable(c.detectable for c in gate.checks if c.detectable),
             reason=gate.reason,
         )
         for gate in story.gates

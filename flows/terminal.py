@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from flows.qualify import Qualified
     from tasks.lifecycle import ReleaseResult
 
+WIDTH = 120  # of a table that nobody watches
+
 STYLES = {
     "pass": "green",
     "promoted": "bold green",
@@ -39,7 +41,7 @@ def progress(*, to_stderr: bool) -> Callable[[str], None]:
 
 def show_release(results: Sequence[ReleaseResult]) -> None:
     """The table of gates, then the state as the last line."""
-    console = Console(highlight=False)
+    console = _console()
     for result in results:
         if result.gates:
             console.print(_gates(f"{result.candidate} on {result.gpu}, {result.family}", result))
@@ -68,8 +70,14 @@ def _gates(title: str, result: ReleaseResult) -> Table:
     return table
 
 
-def show_qualified(found: Sequence[Qualified]) -> None:
+def _console() -> Console:
+    """As wide as the terminal; a file or a pipe gets lines that hold the table."""
     console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+def show_qualified(found: Sequence[Qualified]) -> None:
+    console = _console()
     for one in found:
         table = Table(title=f"{one.candidate} against {one.champion} on {one.gpu}", title_justify="left", box=None)
         for name in ("gate", "verdict", "checks"):

@@ -60,11 +60,11 @@ def up(
     cell = cell_dir(gpu, family)
     store, router = RecordStore(cell / "record.json"), EnvoyRouter(cell)
     with locked(cell / "up.lock", timeout_s):
-        record = _with_champion(store, champion)
         envoy = router.process()
         port = envoy.port if envoy is not None and envoy.port is not None else port or default_port()
         if envoy is None:
             require_free_port(port)
+        record = _with_champion(store, champion)
         supervisor = find_process(cell, SUPERVISOR)
         fresh = supervisor is None or not supervisor.alive()
         if supervisor is None or fresh:

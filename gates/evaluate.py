@@ -18,6 +18,7 @@ metric that raised looks like an ordinary failure (an error here).
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -144,6 +145,8 @@ def evaluate(
 def _validate(suite: Suite, frame: pd.DataFrame, limits: Limits) -> list[_Outcome]:
     import great_expectations as gx
 
+    # It tells of a temporary folder at every gate otherwise.
+    logging.getLogger("great_expectations").setLevel(logging.WARNING)
     expectations = [
         # The index finds each result again; GX promises no order.
         {**expectation.model_dump(include={"type", "kwargs", "severity"}), "meta": {"index": index}}

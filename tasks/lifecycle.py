@@ -7,7 +7,9 @@ traffic is held, the router before it.
 from __future__ import annotations
 
 import functools
+import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
@@ -48,8 +50,28 @@ class Gate(BaseModel):
     verdict: str
     checks: int
     seconds: float
-    detectable: str
+    detectable: str  # of each kind of effect, the weakest of its checks
     reason: str
+
+
+def detectable(phrases: Iterable[str]) -> str:
+    """Smallest effects that a gate could have seen, in short: one phrase a kind, its largest figure.
+
+    A check that could have seen a single event ("1 request of 46") says less than one with a figure, and is left
+    out where there is any.
+    """
+    weakest: dict[str, tuple[float, str]] = {}
+    for phrase in phrases:
+        figure = re.search(r"[-+]?\d+(?:\.\d+)?(?:e-?\d+)?", phrase)
+        if figure is None or phrase.startswith("recorded"):
+            continue
+        kind = phrase[: figure.start()].strip()
+        size = abs(float(figure.group()))
+        if kind not in weakest or size > weakest[kind][0]:
+            weakest[kind] = (size, phrase)
+    single = weakest.pop("", None)
+    chosen = [phrase for _, phrase in weakest.values()]
+    return "; ".join(chosen or ([single[1]] if single else []))
 
 
 class ReleaseResult(BaseModel):

@@ -62,7 +62,8 @@ def attend(q_QHD: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, spec: 
 def _softmax_times(
     s_HQL: torch.Tensor, v_HLD: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    top = s_HQL.amax(-1, keepdim=True)
+    # amax refuses an empty dimension: without a key every row is empty.
+    top = s_HQL.amax(-1, keepdim=True) if s_HQL.shape[-1] else s_HQL.new_zeros(*s_HQL.shape[:2], 1)
     top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
     p_HQL = torch.exp(s_HQL - top)
     total = p_HQL.sum(-1, keepdim=True)

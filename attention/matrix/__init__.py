@@ -115,39 +115,43 @@ def _importable(package: str) -> bool:
         return False
 
 
+def _missing(sheet: Declared) -> list[Reason]:
+    """The reason of a package that is not there; empty when it is."""
+    if _importable(sheet.package):
+        return []
+    return [
+        Reason(
+            code=Code.IMPORT_FAILED,
+            dimension="package",
+            observed="not installed",
+            allowed=sheet.package,
+            source="attention/matrix",
+            message=f"{sheet.package} cannot be imported: {sheet.remedy}",
+        )
+    ]
+
+
 def declared_reasons(backend: str, case: AttentionCase, *, device: str) -> list[Reason]:
     """Every declared rule of `backend` that the case breaks on this device; empty when none does.
 
-    Without a declaration for the platform the answer is ARCH_UNSUPPORTED; without the package,
-    IMPORT_FAILED with the remedy.
+    Without a declaration for the platform the answer is ARCH_UNSUPPORTED; without the package (as any
+    platform's declaration names it), IMPORT_FAILED with the remedy.
     """
     platform = device.split(":")[0]
     platforms = declared().get(backend, {})
     if platform not in platforms:
         known = ", ".join(sorted(platforms)) or "none"
-        return [
-            Reason(
-                code=Code.ARCH_UNSUPPORTED,
-                dimension="device",
-                observed=platform,
-                allowed=known,
-                source="attention/matrix",
-                message=f"{backend} has no declared rules for {platform}",
-            )
-        ]
-    sheet = platforms[platform]
-    reasons = []
-    if not _importable(sheet.package):
-        reasons.append(
-            Reason(
-                code=Code.IMPORT_FAILED,
-                dimension="package",
-                observed="not installed",
-                allowed=sheet.package,
-                source="attention/matrix",
-                message=f"{sheet.package} cannot be imported: {sheet.remedy}",
-            )
+        undeclared = Reason(
+            code=Code.ARCH_UNSUPPORTED,
+            dimension="device",
+            observed=platform,
+            allowed=known,
+            source="attention/matrix",
+            message=f"{backend} has no declared rules for {platform}",
         )
+        return [undeclared, *(_missing(next(iter(platforms.values()))) if platforms else ())]
+    sheet = platforms[platform]
+    reasons = _missing(sheet)
     values = _dimensions(case, device)
     for rule in sheet.rules:
         value = values[rule.dimension]

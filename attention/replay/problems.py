@@ -95,7 +95,8 @@ def _member(
         ratio = spec.heads_q // spec.heads_kv
         # A logit near ln(kv_len) lets one key weigh about as much as all the others.
         wanted = math.log(max(2, kv_len)) / spec.scale
-        for row, key in enumerate(sorted({0, min(page, kv_len - 1), kv_len - 1})):
+        # The last query gets the last key: under a causal mask no other query sees it.
+        for row, key in enumerate(sorted({0, min(page, kv_len - 1), kv_len - 1}, reverse=True)):
             target = q_QHD[max(0, q_len - 1 - row)].view(spec.heads_kv, ratio, -1).mean(1)
             k_LGD[key] = target * (wanted / target.square().sum(-1, keepdim=True))
         v_LGD += torch.linspace(-1, 1, kv_len)[:, None, None]
