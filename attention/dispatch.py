@@ -99,7 +99,7 @@ class Dispatcher:
         self._observed = observed or {}
         self._on_event = on_event
         self._backends: dict[str, Backend] = {}
-        self._decisions: dict[tuple[str, str], Resolution] = {}
+        self._decisions: dict[tuple[str, str, tuple[bool, ...]], Resolution] = {}
         self._confirmed: dict[tuple[str, str, str], tuple[str, float]] = {}
         self._groups: list[_Group] = []
         self._record = StepRecord()
@@ -172,10 +172,13 @@ class Dispatcher:
         self._record = StepRecord([group.run for group in self._groups])
 
     def _group(self, phase: Phase, batch: Batch, rows: torch.Tensor | None) -> _Group:
-        bucket = shape_bucket(phase, max(batch.kv_lens))
-        decision = self._decisions.get((phase, bucket))
+        longest = max(batch.kv_lens)
+        bucket = shape_bucket(phase, longest)
+        # An override's range may begin inside a bucket, so the bucket alone decides nothing.
+        key = (phase, bucket, tuple(override.covers(phase, longest) for override in self.policy.overrides))
+        decision = self._decisions.get(key)
         if decision is None:
-            decision = self._decisions[phase, bucket] = self._resolve(batch)
+            decision = self._decisions[key] = self._resolve(batch)
         if not decision.chain:
             raise UserError(f"no backend of the policy can serve {bucket}:\n{decision.explain()}")
         name = decision.chain[0]

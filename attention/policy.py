@@ -74,6 +74,9 @@ class Policy(_Strict):
     def _pinned_is_one(self) -> Policy:
         if self.mode == "pinned" and (len(self.preferred) != 1 or self.fallback):
             raise ValueError("mode pinned takes exactly one preferred backend and no fallback")
+        if self.mode == "pinned" and len(expand(self.preferred[0])) != 1:
+            kernels = ", ".join(expand(self.preferred[0]))
+            raise ValueError(f"mode pinned takes one kernel, not a family: name one of {kernels}")
         for override in self.overrides:
             for name in override.preferred:
                 expand(name)
@@ -177,8 +180,12 @@ def load_policy(path: Path) -> Policy:
 
 
 def describe(error: ValidationError) -> str:
-    """First finding of a validation as `key: problem`, with near names for an unknown key."""
-    first = error.errors()[0]
+    """First finding of a validation as `key: problem`, with near names for an unknown key.
+
+    An unknown key goes first: a mistyped key is also a missing one.
+    """
+    found = error.errors()
+    first = next((e for e in found if e["type"] == "extra_forbidden"), found[0])
     where = ".".join(map(str, first["loc"])) or "file"
     if first["type"] == "extra_forbidden":
         known = {*_File.model_fields, *Policy.model_fields, *Budget.model_fields, *Override.model_fields}

@@ -41,6 +41,7 @@ class BaselinePlan(_Section):
     blocks: int = Field(ge=4)  # interleaved A/B/B/A blocks a cell
     min_block_s: float = Field(gt=0)  # a block repeats the call until it lasts this long
     max_kv_len: int = Field(ge=16)
+    model_steps: bool = True  # the model's own TTFT and TPOT too; without, canary alone measures them
     min_weight: float = Field(ge=0, le=1)  # share of the traffic's work that the cells must cover
 
 

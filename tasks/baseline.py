@@ -68,7 +68,7 @@ def plan_cells(context: Context) -> Iterator[Cell]:
         heaviest = [b for b in buckets if b.family == family][: plan.cells_per_family]
         for bucket in heaviest:
             yield Cell("kernel_s", bucket, _case(context, bucket))
-        if heaviest:
+        if heaviest and plan.model_steps:
             # The bucket with the shortest contexts of these: where most requests are.
             most = min(heaviest, key=lambda bucket: bucket.kv_len)
             yield Cell(metric, most, _case(context, most))
@@ -93,7 +93,7 @@ def _case(context: Context, bucket: Bucket) -> AttentionCase:
 
 
 def _job(context: Context, side: Any) -> Job:
-    return Job(f"bench-{side}", BenchJob(setup=context.setup(side), with_model=True), context.environment(side))
+    return Job(f"bench-{side}", BenchJob(setup=context.setup(side), with_model=context.plan.baseline.model_steps), context.environment(side))
 
 
 def _measure(context: Context, cell: Cell, workers: dict[str, Worker], ids: dict[Side, str]) -> None:

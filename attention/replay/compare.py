@@ -23,11 +23,11 @@ _CHUNK_ROWS = 128
 
 def lm_head(model: Path) -> torch.Tensor:
     """The output projection [vocab, hidden] in float32, read from the model's safetensors alone."""
-    for path in sorted(model.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            for name in ("lm_head.weight", "model.embed_tokens.weight"):
-                if name in names:
+    # All shards are asked for the head first: where it is not tied, the embeddings are another matrix.
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        for path in sorted(model.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                if name in file.keys():  # noqa: SIM118 (not a mapping)
                     weight: torch.Tensor = file.get_tensor(name).float()
                     return weight
     raise UserError(f"model {model}: no lm_head.weight or model.embed_tokens.weight in its safetensors")
