@@ -2,8 +2,9 @@
 
 Two resident workers, one in each environment, are asked in turns A B B A: a drift of the machine
 hits both alike. The cells are the heaviest buckets of the traffic that the plan plays; each bucket's
-weight is its share of the traffic's attention work. Kernel time per cell, and in the bucket of the
-shortest contexts the model's own TTFT (one prefill) and TPOT (one decode step).
+weight is its share of the traffic's attention work. Kernel time per cell, and where the plan wants it
+(`model_steps`), in the bucket of the shortest contexts, the model's own TTFT (one prefill) and TPOT (one
+decode step).
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def _case(context: Context, bucket: Bucket) -> AttentionCase:
 
 
 def _job(context: Context, side: Any) -> Job:
-    return Job(f"bench-{side}", BenchJob(setup=context.setup(side), with_model=context.plan.baseline.model_steps), context.environment(side))
+    job = BenchJob(setup=context.setup(side), with_model=context.plan.baseline.model_steps)
+    return Job(f"bench-{side}", job, context.environment(side))
 
 
 def _measure(context: Context, cell: Cell, workers: dict[str, Worker], ids: dict[Side, str]) -> None:

@@ -23,6 +23,7 @@ from tasks.moves import move, settle
 from tasks.record import Shares
 from tasks.router import EnvoyRouter
 from tasks.traffic import Played, endless, play
+from tasks.windows import write_windows
 
 
 @dataclass
@@ -92,7 +93,7 @@ def _judged(
         report = gate.judge(
             context.lake, context.release_id, context.plan, share=step.share, span=span, client=step.client()
         )
-        _write_window(context, step, span, turn)
+        write_windows(context, "canary", step.share, span, turn)
         if report.verdict is not Verdict.INCONCLUSIVE:
             break
         if turn < plan.max_extensions:
@@ -143,30 +144,3 @@ def _tick(context: Context, step: _Step) -> str | None:
 def _breach(step: _Step, why: str) -> Check:
     check = error_check("breach", why)
     return check.model_copy(update={"verdict": Verdict.FAIL, "num_evidence": step.served("candidate")})
-
-
-def _write_window(context: Context, step: _Step, span: Span, turn: int) -> None:
-    """Rows of `canary_windows`: what both arms served in the step, as the gate read it."""
-    from data.lake import Lake
-
-    with Lake(context.lake) as lake:
-        frame = lake.frame(
-            "select side, max(fingerprint_id) as fingerprint_id, count(*) as num_requests,"
-            " count(*) filter (status <> 200 or finish_reason = 'error') as num_errors,"
-            " sum(num_nonfinite)::bigint as num_nonfinite, count(*) filter (fallback) as num_fallbacks,"
-            " count(*) filter (confirmed_decode like 'unconfirmed%') as num_unconfirmed,"
-            " quantile_cont(ttft_s, 0.5) as ttft_p50_s, quantile_cont(ttft_s, 0.95) as ttft_p95_s,"
-            " quantile_cont(tpot_s, 0.5) as tpot_p50_s, quantile_cont(tpot_s, 0.95) as tpot_p95_s,"
-            " max(peak_memory_bytes) as peak_memory_bytes"
-            " from requests where release_id = $release and side in ('candidate', 'control')"
-            " and epoch(time) >= $start and epoch(time) < $end group by side",
-            release=context.release_id,
-            start=span.start.timestamp(),
-            end=span.end.timestamp(),
-        )
-    records = frame.astype(object).where(frame.notna(), None).to_dict("records")
-    rows = [
-        {**{str(k): v for k, v in row.items()}, "stage": "canary", "share": step.share, "window": turn}
-        for row in records
-    ]
-    context.write("canary_windows", rows)

@@ -19,6 +19,7 @@ from tasks.moves import move, settle
 from tasks.record import Deployed, Record, Shares
 from tasks.router import EnvoyRouter
 from tasks.traffic import endless, play
+from tasks.windows import write_windows
 
 
 def run(context: Context, router: EnvoyRouter, requests: list[TrafficRequest]) -> StageOutcome:
@@ -41,9 +42,9 @@ def run(context: Context, router: EnvoyRouter, requests: list[TrafficRequest]) -
     )
     settle(context, "candidate", shadow=False, since=start, at_least=played.of("candidate"))
     outcome = played.outcome()
-    report = gate.judge(
-        context.lake, context.release_id, context.plan, span=Span(start, datetime.now(UTC)), client=outcome
-    )
+    span = Span(start, datetime.now(UTC))
+    report = gate.judge(context.lake, context.release_id, context.plan, span=span, client=outcome)
+    write_windows(context, "expand", 100, span, 0)
     context.say(f"expand: {outcome.ok} of {outcome.sent} requests answered by the candidate alone")
     return StageOutcome(report, {"sent": outcome.sent, "lost": outcome.lost})
 

@@ -110,7 +110,7 @@ def probe(evidence: Evidence) -> Figure:
 
 def replay(evidence: Evidence) -> Figure:
     ratios = evidence.rows(
-        "select split_part(case_id, '-', 1) || ', ' || inputs as kind, case_id, max(r_rms) as r_rms,"
+        "select split_part(case_id, '-', 1) || ', ' || inputs || ', ' || dtype_class as kind, case_id, max(r_rms) as r_rms,"
         " max(r_max) as r_max, max(r_row) as r_row from tensor_replay"
         " where release_id = $id and side = 'candidate' group by all order by kind",
     )
@@ -118,7 +118,7 @@ def replay(evidence: Evidence) -> Figure:
     if not ratios and not kls:
         return empty("replay", "tensor_replay, model_replay")
     kinds = sorted({row["kind"] for row in ratios}, reverse=True)
-    figure, (left, right) = blank(2, max(4.0, 1.6 + 0.42 * len(kinds)))
+    figure, (left, right) = blank(2, max(4.0, 1.6 + 0.3 * len(kinds)))
     figure.suptitle("Replay: error against fp64 and distance of the model's distributions")
     limits = evidence.limits("replay")
     marks = {"r_rms": ("o", CANDIDATE), "r_max": ("^", CONTROL), "r_row": ("s", CHAMPION)}
@@ -129,7 +129,7 @@ def replay(evidence: Evidence) -> Figure:
             limit_line(left, limit, f"{name} <= {limit:g}", colour, "--")
     left.set_yticks(range(len(kinds)), kinds)
     left.set_xlabel("R: error / error of the dtype class itself\n(a point: worst seed of a case)")
-    left.set_xlim(left=0)
+    left.set_xscale("log")
     legend(left)
     _survival(right, kls)
     for name, style in (("kl_mean", "-."), ("kl_p999", ":")):

@@ -1,0 +1,224 @@
+"""Startup probes: nine of them, on three levels, and a worker that dies costs one row."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attention import probe as probing
+from attention.backends import create
+from attention.backends.base import AttentionSpec, Backend, Batch, Planned
+from attention.cases import AttentionCase
+from attention.probe import Probe, ProbeResult, failed_reasons, probe_all, probes_of, run_probe
+from attention.reasons import Code, Reason
+from attention.schemas import SCHEMAS
+
+FLASH, MATH = "torch_sdpa:flash", "torch_sdpa:math"
+SPEC = AttentionSpec(9, 3, 64, 64, torch.float32, 1 / 8)
+NINE = [
+    "short_prefill",
+    "long_prefill",
+    "single_decode",
+    "multi_decode",
+    "max_head_dim",
+    "gqa_mqa",
+    "model_mask",
+    "paged_kv",
+    "graph_or_compile",
+]
+
+
+def probes(**changes: Any) -> dict[str, Probe]:
+    return {p.name: p for p in probes_of(SPEC, "float32", 16)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", [FLASH, MATH])
+def test_sound_backends_pass_all_probes_but_the_one_that_they_never_claimed(backend: str, dtype: str) -> None:
+    found = probes_of(SPEC, dtype, 16)
+    assert [p.name for p in found] == NINE
+    for one in found:
+        results = list(run_probe(backend, one, "cpu"))
+        if one.name == "graph_or_compile":
+            assert [(r.level, r.status) for r in results] == [("static", "fail")]
+            assert results[0].reasons[0].code == Code.GRAPH_CAPTURE_FAILED
+            continue
+        assert [r.level for r in results] == ["static", "construct", "execute"]
+        assert {r.status for r in results} == {"pass"}, results
+        assert results[-1].confirmed_backend == backend
+        assert results[-1].max_abs_error is not None
+
+
+def test_probes_are_of_the_shape_of_the_model() -> None:
+    found = {p.name: p for p in probes_of(AttentionSpec(8, 2, 128, 128, torch.bfloat16, 0.1, window=(7, 0)), "bfloat16", 32)}
+    paged = found["paged_kv"].case
+    assert (paged.heads_q, paged.heads_kv, paged.head_dim_qk, paged.window) == (8, 2, 128, (7, 0))
+    assert (paged.batch, paged.page_size) == ("q1s32_q1s161", 32)
+    assert found["model_mask"].feature == "sliding_window"
+    assert (found["gqa_mqa"].case.heads_kv, found["max_head_dim"].case.head_dim_qk) == (1, 256)
+    assert [n for n, p in found.items() if not p.required] == ["max_head_dim", "gqa_mqa", "graph_or_compile"]
+
+
+def test_a_scale_five_percent_off_fails_with_the_figure() -> None:
+    for name in ("short_prefill", "single_decode", "multi_decode", "model_mask"):
+        *_, last = run_probe(FLASH, probes()[name], "cpu", scale_factor=1.05)
+        assert (last.level, last.status) == ("execute", "fail")
+        assert last.reasons[0].code == Code.NUMERIC_DRIFT
+        assert last.reasons[0].dimension == "R_rms"
+
+
+class Leaking:
+    """Reads whole pages, so the unused slots of the last one too."""
+
+    name = FLASH
+
+    def check(self, case: AttentionCase) -> list[Reason]:
+        return []
+
+    def plan(self, batch: Batch, spec: AttentionSpec) -> Planned:
+        whole = tuple(len(table) * batch.page_size for table in batch.block_tables)
+        return create(FLASH).plan(Batch(batch.q_lens, whole, batch.block_tables, batch.page_size), spec)
+
+
+class Lying(Leaking):
+    """Runs another kernel than it says."""
+
+    def plan(self, batch: Batch, spec: AttentionSpec) -> Planned:
+        return create(MATH).plan(batch, spec)
+
+
+class Unlaunchable(Leaking):
+    """Plans well and raises at launch, with a message of several lines."""
+
+    def plan(self, batch: Batch, spec: AttentionSpec) -> Planned:
+        return Planned("none", batch, spec)
+
+
+class Unplannable(Leaking):
+    def plan(self, batch: Batch, spec: AttentionSpec) -> Planned:
+        raise ImportError("libfoo.so:\n undefined symbol")
+
+
+def last_of(monkeypatch: pytest.MonkeyPatch, backend: Backend, name: str = "single_decode") -> ProbeResult:
+    monkeypatch.setattr(probing, "create", lambda name, device: backend)
+    *_, last = run_probe(FLASH, probes()[name], "cpu")
+    return last
+
+
+def test_a_backend_that_reads_unused_slots_fails_as_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    last = last_of(monkeypatch, Leaking())
+    assert (last.status, [r.code for r in last.reasons]) == ("fail", [Code.PAD_POISON])
+    assert last.max_abs_error is None
+
+
+def test_a_backend_that_runs_another_kernel_fails_as_unconfirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    last = last_of(monkeypatch, Lying())
+    assert (last.status, [r.code for r in last.reasons]) == ("fail", [Code.UNCONFIRMED])
+    assert last.confirmed_backend == MATH
+
+
+def test_an_exception_is_a_row_of_its_level_with_its_message_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = last_of(monkeypatch, Unlaunchable())
+    assert (launch.level, launch.status, launch.reasons[0].code) == ("execute", "fail", Code.LAUNCH_FAILED)
+    assert launch.reasons[0].observed == "NotImplementedError"
+    construct = last_of(monkeypatch, Unplannable())
+    assert (construct.level, construct.status) == ("construct", "fail")
+    assert construct.reasons[0].message == "libfoo.so: undefined symbol"
+
+
+def test_a_row_has_columns_of_the_lake_only() -> None:
+    for result in run_probe(MATH, probes()["short_prefill"], "cpu"):
+        assert set(result.row()) <= set(SCHEMAS["probes"].names)
+
+
+@pytest.fixture(scope="module")
+def accidents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[ProbeResult]]]:
+    """Real workers, one backend of which crashes and exits, while the other hangs.
+
+    Python imports `sitecustomize` from PYTHONPATH at start: there the kernels are made to fail, so that
+    the product needs no switch for it.
+    """
+    folder = tmp_path_factory.mktemp("accidents")
+    (folder / "sitecustomize.py").write_text(
+        textwrap.dedent(
+            """
+            import ctypes, os, sys, time
+            from attention.backends.torch_sdpa import TorchSdpa
+
+            plan = TorchSdpa.plan
+
+            def accident(self, batch, spec):
+                if self.kernel == "flash" and batch.q_lens == (512,):
+                    print("about to touch address 0", file=sys.stderr, flush=True)
+                    ctypes.string_at(0)
+                if self.kernel == "flash" and batch.kv_lens == (257,):
+                    os._exit(3)
+                if self.kernel == "math" and batch.q_lens == (512,):
+                    time.sleep(300)
+                return plan(self, batch, spec)
+
+            TorchSdpa.plan = accident
+            """
+        )
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        repo = str(Path(__file__).parents[2])
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), repo, os.environ.get("PYTHONPATH", "")]))
+        chosen = [probes()[name] for name in ("short_prefill", "long_prefill", "single_decode", "paged_kv")]
+        results = probe_all((FLASH, MATH, "flashinfer:fa2"), chosen, device="cpu", timeout_s=15.0)
+    yield {name: [r for r in results if r.backend == name] for name in (FLASH, MATH, "flashinfer:fa2")}
+
+
+def outcome(results: list[ProbeResult], name: str) -> ProbeResult:
+    return [r for r in results if r.probe == name][-1]
+
+
+def test_a_crash_is_a_row_with_its_signal_and_later_probes_still_run(accidents: dict[str, list[ProbeResult]]) -> None:
+    crashed = outcome(accidents[FLASH], "long_prefill")
+    assert (crashed.level, crashed.status, crashed.reasons[0].code) == ("execute", "fail", Code.LAUNCH_FAILED)
+    assert "signal 11" in crashed.reasons[0].message
+    assert "about to touch address 0" in crashed.reasons[0].message
+    assert outcome(accidents[FLASH], "short_prefill").status == "pass"
+    assert outcome(accidents[FLASH], "paged_kv").status == "pass"
+
+
+def test_a_worker_that_exits_is_a_row_with_its_status(accidents: dict[str, list[ProbeResult]]) -> None:
+    exited = outcome(accidents[FLASH], "single_decode")
+    assert (exited.status, exited.reasons[0].code) == ("fail", Code.LAUNCH_FAILED)
+    assert "exit 3" in exited.reasons[0].message
+
+
+def test_a_hang_is_a_timeout_and_later_probes_still_run(accidents: dict[str, list[ProbeResult]]) -> None:
+    hung = outcome(accidents[MATH], "long_prefill")
+    assert (hung.status, hung.reasons[0].code) == ("fail", Code.TIMEOUT)
+    assert "15 s" in hung.reasons[0].message
+    assert [outcome(accidents[MATH], n).status for n in ("short_prefill", "single_decode", "paged_kv")] == ["pass"] * 3
+
+
+def test_no_level_of_a_probe_is_told_twice(accidents: dict[str, list[ProbeResult]]) -> None:
+    for results in accidents.values():
+        seen = [(r.probe, r.level) for r in results]
+        assert len(seen) == len(set(seen))
+
+
+def test_a_backend_that_no_rule_allows_gets_static_rows_without_a_worker(
+    accidents: dict[str, list[ProbeResult]],
+) -> None:
+    rows = accidents["flashinfer:fa2"]
+    assert [(r.level, r.status) for r in rows] == [("static", "fail")] * 4
+    assert {reason.code for r in rows for reason in r.reasons} >= {Code.ARCH_UNSUPPORTED}
+
+
+def test_what_failed_and_is_required_excludes_the_backend(accidents: dict[str, list[ProbeResult]]) -> None:
+    results = [r for rows in accidents.values() for r in rows]
+    failed = failed_reasons(results)
+    assert set(failed) == {FLASH, MATH}
+    assert [r.code for r in failed[FLASH]] == [Code.LAUNCH_FAILED, Code.LAUNCH_FAILED]
+    optional = [r.model_copy(update={"required": False}) for r in results]
+    assert failed_reasons(optional) == {}
