@@ -110,8 +110,8 @@ def probe(evidence: Evidence) -> Figure:
 
 def replay(evidence: Evidence) -> Figure:
     ratios = evidence.rows(
-        "select split_part(case_id, '-', 1) || ', ' || inputs || ', ' || dtype_class as kind, case_id, max(r_rms) as r_rms,"
-        " max(r_max) as r_max, max(r_row) as r_row from tensor_replay"
+        "select concat_ws(', ', split_part(case_id, '-', 1), inputs, dtype_class) as kind, case_id,"
+        " max(r_rms) as r_rms, max(r_max) as r_max, max(r_row) as r_row from tensor_replay"
         " where release_id = $id and side = 'candidate' group by all order by kind",
     )
     kls = evidence.rows("select mode, kl from model_replay where release_id = $id and kl is not null")
@@ -135,7 +135,7 @@ def replay(evidence: Evidence) -> Figure:
     for name, style in (("kl_mean", "-."), ("kl_p999", ":")):
         for limit in named(limits, name):
             limit_line(right, limit, f"{name} <= {limit:g}", style=style)
-    legend(right, 2)
+    legend(right, 1)
     return figure
 
 

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from attention.errors import UserError
+from data.candidate import load_candidate
+from data.paths import repo_dir
+from tests.commands import FLASH, QUICK, SAMPLE, candidate_file
+
+CANDIDATES = sorted((repo_dir() / "data" / "candidates").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CANDIDATES, ids=lambda path: path.stem)
+def test_every_candidate_of_the_repository_loads(path: Path) -> None:
+    loaded = load_candidate(path)
+    assert loaded.candidate.is_drill == (path.parent.name == "drill")
+    assert loaded.candidate.name.replace("-", "_").endswith(path.stem.replace("-", "_"))
+
+
+def test_references_are_found_and_a_cell_is_one_model_of_one_wave(tmp_path: Path) -> None:
+    own = tmp_path / "Own-7B"
+    own.mkdir()
+    (own / "config.json").write_text("{}")
+    waves = [
+        {"gpu": "cpu", "models": ["smollm2-135m-instruct", str(own)]},
+        {"gpu": "nvidia-h200", "models": [str(own)], "family": "mine", "approval": True},
+    ]
+    loaded = load_candidate(candidate_file(tmp_path, waves=waves))
+    assert [(cell.gpu, cell.family, cell.model, cell.approval) for cell in loaded.cells] == [
+        ("cpu", "smollm2", "smollm2-135m-instruct", False),
+        ("cpu", "own", "Own-7B", False),
+        ("nvidia-h200", "mine", "Own-7B", True),
+    ]
+    assert (loaded.policy_path, loaded.traffic_path) == (FLASH, SAMPLE)
+    assert loaded.file.is_absolute() and loaded.cells[1].model_path == own
+
+
+def test_paths_are_relative_to_the_repository_wherever_the_command_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loaded = load_candidate(candidate_file(tmp_path, policy="data/policies/cpu-flash.yaml"))
+    assert loaded.policy_path == FLASH
+
+
+def copy_of(source: Path, folder: Path, before: str, after: str) -> str:
+    path = folder / source.name
+    assert before in source.read_text()
+    path.write_text(source.read_text().replace(before, after))
+    return str(path)
+
+
+def test_identity_is_what_is_released_not_what_it_is_called(tmp_path: Path) -> None:
+    def identity(name: str = "flash", **changes: Any) -> str:
+        return load_candidate(candidate_file(tmp_path / "drill", name, **changes)).identity
+
+    sound = identity()
+    assert identity("renamed") == sound
+    drill = tmp_path / "drill"
+    others = [
+        identity(fault="wrong_scale"),
+        identity(fault="slow_decode"),
+        identity(policy=str(FLASH.with_name("cpu-math.yaml"))),
+        identity(plan="demo"),
+        identity(plan=copy_of(QUICK, drill, "requests: 20", "requests: 21")),
+        identity(policy=copy_of(FLASH, drill, "allow_runtime_fallback: true", "allow_runtime_fallback: false")),
+        identity(waves=[{"gpu": "cpu", "models": ["smollm2-135m-instruct"], "approval": True}]),
+    ]
+    assert len({sound, *others}) == len(others) + 1
+
+
+def test_identity_follows_the_content_of_the_plan_behind_the_same_name(tmp_path: Path) -> None:
+    plan = tmp_path / "quick.yaml"
+    plan.write_text(QUICK.read_text())
+    path = candidate_file(tmp_path, plan=str(plan))
+    before = load_candidate(path).identity
+    plan.write_text(QUICK.read_text().replace("seeds: 1", "seeds: 2"))
+    assert load_candidate(path).identity != before
+
+
+@pytest.mark.parametrize("name", ["", "-flash", "a/b", "../up", "a b", "x" * 64, "naïve"])
+def test_a_name_that_cannot_be_a_folder_is_refused(tmp_path: Path, name: str) -> None:
+    path = candidate_file(tmp_path)
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "name": name}))
+    with pytest.raises(UserError, match="flash.yaml: name: "):
+        load_candidate(path)
+
+
+@pytest.mark.parametrize("content", ["", "- a", "text", "name: [", "\t"])
+def test_a_file_that_is_no_candidate_is_one_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(content)
+    with pytest.raises(UserError, match="mine.yaml: ") as raised:
+        load_candidate(path)
+    assert "\n" not in str(raised.value)
+
+
+def test_waves_and_models_cannot_be_empty(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="waves: "):
+        load_candidate(candidate_file(tmp_path, waves=[]))
+    with pytest.raises(UserError, match="waves.0.models: "):
+        load_candidate(candidate_file(tmp_path, waves=[{"gpu": "cpu", "models": []}]))
+
+
+def test_a_fault_is_a_matter_of_the_drill_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="drills only"):
+        load_candidate(candidate_file(tmp_path, fault="wrong_scale"))
+    loaded = load_candidate(candidate_file(tmp_path / "drill", fault="wrong_scale"))
+    assert loaded.candidate.is_drill

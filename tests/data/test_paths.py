@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data import paths
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ATTENTION_RELEASE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_everything_generated_lies_in_the_home(home: Path) -> None:
+    assert paths.lake_dir() == home / "lake"
+    assert paths.cell_dir("cpu", "smollm2") == home / "state" / "cpu--smollm2"
+
+
+def test_without_a_home_it_lies_in_data_of_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ATTENTION_RELEASE_HOME", "ATTENTION_RELEASE_MODELS"):
+        monkeypatch.delenv(name, raising=False)
+    assert paths.lake_dir() == paths.repo_dir() / "data" / "lake"
+    assert paths.models_dir() == paths.repo_dir() / "data" / "models"
+    monkeypatch.setenv("ATTENTION_RELEASE_HOME", "")
+    assert paths.home_dir() == paths.repo_dir() / "data"
+
+
+def test_a_home_leaves_models_where_they_are(home: Path) -> None:
+    assert home not in paths.models_dir().parents
+
+
+def test_cells_are_the_folders_of_the_state_that_name_one(home: Path) -> None:
+    assert paths.cells() == []
+    for name in ("nvidia-h200--qwen3", "cpu--smollm2", "mlflow", "prefect"):
+        (home / "state" / name).mkdir(parents=True)
+    (home / "state" / "cpu--file").write_text("")
+    assert paths.cells() == [("cpu", "smollm2"), ("nvidia-h200", "qwen3")]
+
+
+def test_a_model_is_a_folder_or_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTENTION_RELEASE_MODELS", str(tmp_path / "models"))
+    (tmp_path / "own").mkdir()
+    assert paths.model_path(str(tmp_path / "own")) == tmp_path / "own"
+    assert paths.model_path("own") == tmp_path / "models" / "own"
+
+
+@pytest.mark.parametrize(
+    ("model", "family"),
+    [("smollm2-135m-instruct", "smollm2"), ("/models/Qwen3-0.6B", "qwen3"), ("Llama", "llama")],
+)
+def test_a_family_is_the_name_up_to_its_first_dash(model: str, family: str) -> None:
+    assert paths.family_of(model) == family

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from attention.errors import UserError
+from data.plan import load_plan
+from data.paths import repo_dir
+from tests.commands import QUICK
+
+PLANS = sorted((repo_dir() / "data" / "plans").glob("*.yaml"))
+
+
+def changed(folder: Path, section: str, **values: object) -> str:
+    content = yaml.safe_load(QUICK.read_text())
+    content[section] |= values
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_a_plan_goes_by_the_name_of_its_file(path: Path) -> None:
+    assert load_plan(path.stem).name == path.stem
+    assert load_plan(str(path)) == load_plan(path.stem)
+
+
+def test_the_demo_is_what_the_project_promises() -> None:
+    demo = load_plan("demo")
+    assert (demo.traffic.divide_lengths_by, demo.traffic.max_output_tokens) == (16, 16)
+    assert (demo.canary.steps, demo.canary.min_candidate_requests) == ((20, 50, 100), 40)
+
+
+def test_an_unknown_name_says_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="plan 'dmeo': .*did you mean demo"):
+        load_plan("dmeo")
+    with pytest.raises(UserError, match="nowhere.yaml"):
+        load_plan(str(tmp_path / "nowhere.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "told"),
+    [
+        ("shadow", {"reqests": 5}, "shadow.reqests"),
+        ("shadow", {"fraction": 1.5}, "shadow.fraction"),
+        ("replay", {"seeds": "many"}, "replay.seeds"),
+        ("baseline", {"blocks": 3}, "baseline.blocks"),
+        ("canary", {"steps": [50, 20, 100]}, "canary: .*steps must rise and end at 100"),
+        ("canary", {"steps": [20, 50]}, "steps must rise and end at 100"),
+        ("canary", {"steps": [50, 50, 100]}, "steps must rise"),
+        ("canary", {"steps": []}, "steps must rise"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, section: str, values: dict[str, object], told: str) -> None:
+    with pytest.raises(UserError, match=f"mine.yaml: .*{told}") as raised:
+        load_plan(changed(tmp_path, section, **values))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("content", ["name: [unclosed", "", "just text"])
+def test_a_file_that_is_no_plan_is_one_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(content)
+    with pytest.raises(UserError, match="mine.yaml: ") as raised:
+        load_plan(str(path))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_no_text_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(UserError, match="mine.yaml: "):
+        load_plan(str(path))
