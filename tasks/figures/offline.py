@@ -129,7 +129,8 @@ def replay(evidence: Evidence) -> Figure:
             limit_line(left, limit, f"{name} <= {limit:g}", colour, "--")
     left.set_yticks(range(len(kinds)), kinds)
     left.set_xlabel("R: error / error of the dtype class itself\n(a point: worst seed of a case)")
-    left.set_xscale("log")
+    if any(row["r_rms"] for row in ratios):  # a log axis without a figure cannot be drawn
+        left.set_xscale("log")
     legend(left)
     _survival(right, kls)
     for name, style in (("kl_mean", "-."), ("kl_p999", ":")):
