@@ -93,11 +93,27 @@ def _job(args: argparse.Namespace, kind: type[Any]) -> Any:
         die_with_parent()
     if args.job is None or (args.out is None and kind is not BenchJob):
         raise UserError(f"{args.verb} needs --job FILE and --out DIR")
-    return read_job(args.job, kind)
+    job = read_job(args.job, kind)
+    _check_device(job.setup.device)
+    return job
 
 
 def _setup(args: argparse.Namespace) -> Setup:
+    _check_device(args.device)
     return Setup(model=args.model, policy=args.policy, device=args.device)
+
+
+def _check_device(device: str) -> None:
+    """UserError for a device that this PyTorch does not have: it would only say so with a traceback."""
+    if device == "cpu":
+        return
+    import torch
+
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or not (index or "0").isdigit():
+        raise UserError(f"device {device}: use cpu, cuda or cuda:N")
+    if int(index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {device}: this PyTorch sees {torch.cuda.device_count()} CUDA devices; use cpu")
 
 
 def _rows(evidence: Evidence, table: str, rows: list[dict[str, Any]], fingerprint_id: str, model: str) -> None:
@@ -196,6 +212,7 @@ def _resolve(args: argparse.Namespace) -> int:
     from attention.policy import load_policy, resolve
     from attention.probe import probes_of
 
+    _check_device(args.device)
     policy = load_policy(args.policy)
     dtype = resolve_dtype("auto", args.device)
     spec = specs_of(args.model, dtype)[0]

@@ -107,7 +107,7 @@ class Bench:
 
 def _model_step(runner: Runner, case: AttentionCase) -> Callable[[], Any]:
     """One forward and its logits: a whole prefill (TTFT without queue), or one decode step (TPOT)."""
-    ids = torch.randint(10, 10_000, (max(m.kv_len for m in case.members),)).tolist()
+    ids = torch.randint(10, min(10_000, len(runner.tokenizer)), (max(m.kv_len for m in case.members),)).tolist()
     tables = [tuple(runner.pool.alloc(-(-m.kv_len // runner.page_size))) for m in case.members]
     chunks = [
         Chunk(tuple(ids[m.kv_len - m.q_len : m.kv_len]), m.kv_len - m.q_len, table)

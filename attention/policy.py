@@ -173,7 +173,7 @@ def load_policy(path: Path) -> Policy:
         raise UserError(f"policy {path}: no such file; {near}".rstrip("; "))
     try:
         return _File.model_validate(yaml.safe_load(path.read_text())).attention_policy
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     except ValidationError as error:
         raise UserError(f"{path}: {describe(error)}") from error

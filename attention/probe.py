@@ -241,8 +241,7 @@ def probe_all(
     """
 
     def one(backend: str) -> list[ProbeResult]:
-        static = {p.name: declared_reasons(backend, p.case, device=device) for p in probes}
-        if all(static.values()):
+        if all(declared_reasons(backend, p.case, device=device) for p in probes):
             return [next(run_probe(backend, probe, device)) for probe in probes]
         task = WorkerTask(backend=backend, device=device, scale_factor=scale_factor, probes=tuple(probes))
         return _in_worker(task, timeout_s)
@@ -259,8 +258,9 @@ def _in_worker(task: WorkerTask, timeout_s: float) -> list[ProbeResult]:
     while left:
         done, why = _worker_run(task.model_copy(update={"probes": tuple(left)}), timeout_s)
         results += done
-        finished = {r.probe for r in done if r.level == "execute" or r.status == "fail"}
-        lost = [p for p in left if p.name not in finished]
+        # A model with two kinds of layers has each probe twice: the case tells them apart.
+        finished = {(r.probe, r.case) for r in done if r.level == "execute" or r.status == "fail"}
+        lost = [p for p in left if (p.name, p.case) not in finished]
         if why is not None and lost:
             results.append(_lost(task.backend, lost[0], why))
             lost = lost[1:]

@@ -57,5 +57,5 @@ def load_environment(name: str) -> Environment:
         raise UserError(f"environment {name!r}: not in data/environments; {nearest(name, known)}")
     try:
         return Environment.model_validate({"name": name, **(yaml.safe_load(path.read_text()) or {})})
-    except (ValidationError, yaml.YAMLError, TypeError) as error:
+    except (ValidationError, yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
         raise UserError(f"{path}: {' '.join(str(error).split())[:200]}") from error

@@ -90,5 +90,5 @@ def load_plan(name: str) -> Plan:
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{path}: {'.'.join(map(str, first['loc'])) or 'plan'}: {first['msg']}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error

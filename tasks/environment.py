@@ -14,6 +14,7 @@ import subprocess
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,8 @@ class Worker:
         with _lock:
             _running.discard(self._child)
         if self._child.stdin:
-            self._child.stdin.close()
+            with suppress(BrokenPipeError):  # it died with a command unread
+                self._child.stdin.close()
         try:
             self._child.wait(5)
         except subprocess.TimeoutExpired:

@@ -21,6 +21,7 @@ from tasks.router import EnvoyRouter
 
 QUICK = repo_dir() / "tests" / "plans" / "quick.yaml"
 SAMPLE = repo_dir() / "data" / "traffic" / "sample.jsonl"
+POLL_S = 0.02  # of a condition: small beside the second that a rollback may take
 FLASH = repo_dir() / "data" / "policies" / "cpu-flash.yaml"
 
 
@@ -79,9 +80,9 @@ class Home:
             _command(words), cwd=repo_dir(), env=self.env(**more), capture_output=True, text=True, timeout=timeout_s
         )
 
-    def start(self, *words: str | Path) -> Command:
+    def start(self, *words: str | Path, **more: str) -> Command:
         """`python -m flows ...` in a process group of its own, as a shell starts it."""
-        return Command(self, _command(words))
+        return Command(self, _command(words), self.env(**more))
 
     def processes(self) -> list[str]:
         """Every living process that has this home in its command line or its environment."""
@@ -93,19 +94,17 @@ class Home:
                 continue
             # A zombie has neither.
             if any(needle in text for text in told) and int(entry.name) != os.getpid():
-                found.append(f"{entry.name} {told[0].replace(bytes(1), b' ').decode(errors='replace')[:200]}")
+                found.append(f"{entry.name} {told[0].replace(bytes(1), b' ').decode(errors='replace')[:600]}")
         return found
 
 
 class Command:
     """A command that runs while the test looks on; its output goes to files."""
 
-    def __init__(self, home: Home, command: list[str]) -> None:
+    def __init__(self, home: Home, command: list[str], env: dict[str, str]) -> None:
         self.out, self.err = home.path / "command.out", home.path / "command.err"
         with self.out.open("wb") as out, self.err.open("wb") as err:
-            self.child = subprocess.Popen(
-                command, cwd=repo_dir(), env=home.env(), stdout=out, stderr=err, process_group=0
-            )
+            self.child = subprocess.Popen(command, cwd=repo_dir(), env=env, stdout=out, stderr=err, process_group=0)
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> None:
         """Wait while the command runs; fails with its output if it ends before, or is too slow."""
@@ -113,7 +112,7 @@ class Command:
         while not condition():
             assert self.child.poll() is None, f"it ended first with {self.child.returncode}:\n{self.said()}"
             assert time.monotonic() < deadline, f"waited {timeout_s:g} s in vain:\n{self.said()}"
-            time.sleep(0.1)
+            time.sleep(POLL_S)
 
     def interrupt(self, *, group: bool) -> None:
         """Ctrl-C: a terminal sends SIGINT to the whole foreground group, other programs to the leader alone."""

@@ -168,7 +168,9 @@ def wrong_page(problem: Problem) -> torch.Tensor:
 def top_left_causal(problem: Problem) -> torch.Tensor:
     outs, row = [], 0
     page = problem.batch.page_size
-    for q_len, kv_len, table in zip(problem.batch.q_lens, problem.batch.kv_lens, problem.batch.block_tables, strict=True):
+    for q_len, kv_len, table in zip(
+        problem.batch.q_lens, problem.batch.kv_lens, problem.batch.block_tables, strict=True
+    ):
         at = torch.tensor([table[i // page] * page + i % page for i in range(kv_len)])
         k, v = (c.flatten(0, 1)[at].transpose(0, 1)[None] for c in (problem.k_NPGD, problem.v_NPGD))
         q = problem.q_THD[row : row + q_len].transpose(0, 1)[None]

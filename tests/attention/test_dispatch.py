@@ -198,7 +198,7 @@ def test_a_policy_may_refuse_request_level_fallback(monkeypatch: pytest.MonkeyPa
 def test_a_request_that_nobody_can_serve_is_refused_with_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(monkeypatch, FLASH, lambda case: max(m.kv_len for m in case.members) > 100)
     one = Dispatcher(Policy(mode="pinned", preferred=(FLASH,)), [SPEC])
-    with pytest.raises(UserError, match="(?s)can serve prefill/kv<=256.*NUMERIC_DRIFT"):
+    with pytest.raises(UserError, match=r"(?s)can serve prefill/kv<=256.*NUMERIC_DRIFT"):
         one.plan(problem("q150").batch)
 
 

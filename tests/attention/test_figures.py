@@ -74,7 +74,9 @@ def test_an_empty_row_costs_nothing_when_it_is_zero_and_its_lse_is_not_compared(
     empty = Truth(truth.out_QHD.clone(), truth.lse_QH.clone(), truth.rounded_QHD.clone())
     empty.out_QHD[0, 1] = empty.rounded_QHD[0, 1] = 0
     empty.lse_QH[0, 1] = -math.inf
-    figures = compare(empty.rounded_QHD, torch.where(empty.lse_QH.isinf(), 0, empty.lse_QH).float(), empty, torch.bfloat16)
+    figures = compare(
+        empty.rounded_QHD, torch.where(empty.lse_QH.isinf(), 0, empty.lse_QH).float(), empty, torch.bfloat16
+    )
     assert figures.r_row <= 1.0
     assert figures.lse_max_abs is not None
     assert figures.lse_max_abs < 1e-5

@@ -118,7 +118,13 @@ def test_rules_permit_what_lies_inside_and_nothing_else() -> None:
     def rule(**limits: Any) -> Rule:
         return Rule(dimension="d", code=Code.HEAD_DIM_UNSUPPORTED, source="s", message="m", **limits)
 
-    assert [rule(maximum=128, multiple_of=8).permits(n) for n in (64, 128, 129, 136, 60)] == [True, True, False, False, False]
+    assert [rule(maximum=128, multiple_of=8).permits(n) for n in (64, 128, 129, 136, 60)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert [rule(minimum=90, maximum=90).permits(n) for n in (80, 90, 100)] == [False, True, False]
     assert [rule(allowed=(False,)).permits(v) for v in (False, True)] == [True, False]
     assert rule(maximum=128, multiple_of=8).allowed_text() == "<= 128 and multiple of 8"

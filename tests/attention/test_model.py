@@ -80,9 +80,7 @@ def test_any_mix_of_prefill_extend_and_decode_equals_the_models_own_forward(
     for ids, pages, start in zip(texts, tables, cached, strict=True):
         if start:
             runner.forward([Chunk(tuple(ids[:start]), 0, pages)])
-    chunks = [
-        Chunk(tuple(ids[start:]), start, pages) for ids, pages, start in zip(texts, tables, cached, strict=True)
-    ]
+    chunks = [Chunk(tuple(ids[start:]), start, pages) for ids, pages, start in zip(texts, tables, cached, strict=True)]
     last = runner.forward(chunks)
     assert {run.phase for run in runner.dispatcher.last_step().phases} == {"prefill", "extend", "decode"}
     close(last, torch.stack([reference.hidden(ids)[-1] for ids in texts]))
@@ -115,7 +113,9 @@ def test_a_sliding_window_is_that_of_the_model(tmp_path: Path) -> None:
     from transformers import MistralConfig
 
     fields = {k: v for k, v in llama_config().to_dict().items() if k not in ("model_type", "architectures")}  # type: ignore[attr-defined]
-    folder = save_model(tmp_path / "mistral", MistralConfig(**{**fields, "sliding_window": 8, "num_key_value_heads": 1}))
+    folder = save_model(
+        tmp_path / "mistral", MistralConfig(**{**fields, "sliding_window": 8, "num_key_value_heads": 1})
+    )
     specs = specs_of(folder, "float32")
     assert [(s.window, s.heads_kv) for s in specs] == [((7, 0), 1)] * 2
     runner = Runner(folder, Dispatcher(Policy(preferred=("torch_sdpa:flash",)), specs), num_pages=32)
@@ -176,10 +176,10 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config.json there; name a folder"):
         read_config(tmp_path / "nothing")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="config.json: not JSON"):
+    with pytest.raises(UserError, match=r"config\.json: not JSON"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "t5", "hidden_size": 8}')
-    with pytest.raises(UserError, match="config.json has no 'num_attention_heads'"):
+    with pytest.raises(UserError, match=r"config\.json has no 'num_attention_heads'"):
         specs_of(tmp_path, "float32")
 
 

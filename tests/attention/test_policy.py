@@ -82,7 +82,10 @@ def test_a_policy_survives_yaml_and_json() -> None:
         ("{preferred: [math], runtime_fallback_budget: {max_share: 2, window_s: 1, max_duration_s: 1}}", "max_share"),
         ("{preferred: [math], overrides: [{phase: decode, preferred: [nope]}]}", "unknown backend 'nope'"),
         ("{preferred: [math], overrides: [{phase: decoding, preferred: [math]}]}", "overrides.0.phase: "),
-        ("{preferred: [math], overrides: [{kv_length: [1, 2], phase: decode, preferred: [math]}]}", "did you mean kv_len"),
+        (
+            "{preferred: [math], overrides: [{kv_length: [1, 2], phase: decode, preferred: [math]}]}",
+            "did you mean kv_len",
+        ),
         ("{preferred: [math, torch_sdpa:flash], mode: pinned}", "pinned takes exactly one preferred backend"),
         ("{preferred: [math], fallback: [torch_sdpa:flash], mode: pinned}", "pinned takes exactly one"),
         ("{preferred: [torch_sdpa], mode: pinned}", "one kernel, not a family: name one of torch_sdpa:cudnn"),
@@ -103,7 +106,7 @@ def test_a_mistake_is_one_line_that_names_file_key_and_problem(tmp_path: Path, t
 @pytest.mark.parametrize("text", ["", "- a list\n", "preferred: [math]\n"])
 def test_a_file_that_is_no_policy_is_named(tmp_path: Path, text: str) -> None:
     path = write(tmp_path, text)
-    with pytest.raises(UserError, match="policy.yaml: ") as caught:
+    with pytest.raises(UserError, match=r"policy\.yaml: ") as caught:
         load_policy(path)
     assert "\n" not in str(caught.value)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import textwrap
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,7 +36,7 @@ NINE = [
 ]
 
 
-def probes(**changes: Any) -> dict[str, Probe]:
+def probes() -> dict[str, Probe]:
     return {p.name: p for p in probes_of(SPEC, "float32", 16)}
 
 
@@ -56,7 +58,9 @@ def test_sound_backends_pass_all_probes_but_the_one_that_they_never_claimed(back
 
 
 def test_probes_are_of_the_shape_of_the_model() -> None:
-    found = {p.name: p for p in probes_of(AttentionSpec(8, 2, 128, 128, torch.bfloat16, 0.1, window=(7, 0)), "bfloat16", 32)}
+    found = {
+        p.name: p for p in probes_of(AttentionSpec(8, 2, 128, 128, torch.bfloat16, 0.1, window=(7, 0)), "bfloat16", 32)
+    }
     paged = found["paged_kv"].case
     assert (paged.heads_q, paged.heads_kv, paged.head_dim_qk, paged.window) == (8, 2, 128, (7, 0))
     assert (paged.batch, paged.page_size) == ("q1s32_q1s161", 32)
@@ -137,30 +141,31 @@ def test_a_row_has_columns_of_the_lake_only() -> None:
         assert set(result.row()) <= set(SCHEMAS["probes"].names)
 
 
-@pytest.fixture(scope="module")
-def accidents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[ProbeResult]]]:
-    """Real workers, one backend of which crashes and exits, while the other hangs.
+CHOSEN = [probes()[name] for name in ("short_prefill", "long_prefill", "single_decode", "paged_kv")]
 
-    Python imports `sitecustomize` from PYTHONPATH at start: there the kernels are made to fail, so that
+
+@pytest.fixture(scope="module")
+def accidents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[ProbeResult]]:
+    """Real workers, one backend of which touches address 0 in one probe and exits in the next.
+
+    Python imports `sitecustomize` from PYTHONPATH at start: there the kernel is made to fail, so that
     the product needs no switch for it.
     """
     folder = tmp_path_factory.mktemp("accidents")
     (folder / "sitecustomize.py").write_text(
         textwrap.dedent(
             """
-            import ctypes, os, sys, time
+            import ctypes, os, sys
             from attention.backends.torch_sdpa import TorchSdpa
 
             plan = TorchSdpa.plan
 
             def accident(self, batch, spec):
-                if self.kernel == "flash" and batch.q_lens == (512,):
+                if batch.q_lens == (512,):
                     print("about to touch address 0", file=sys.stderr, flush=True)
                     ctypes.string_at(0)
-                if self.kernel == "flash" and batch.kv_lens == (257,):
+                if batch.kv_lens == (257,):
                     os._exit(3)
-                if self.kernel == "math" and batch.q_lens == (512,):
-                    time.sleep(300)
                 return plan(self, batch, spec)
 
             TorchSdpa.plan = accident
@@ -170,9 +175,8 @@ def accidents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, li
     with pytest.MonkeyPatch.context() as patch:
         repo = str(Path(__file__).parents[2])
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), repo, os.environ.get("PYTHONPATH", "")]))
-        chosen = [probes()[name] for name in ("short_prefill", "long_prefill", "single_decode", "paged_kv")]
-        results = probe_all((FLASH, MATH, "flashinfer:fa2"), chosen, device="cpu", timeout_s=15.0)
-    yield {name: [r for r in results if r.backend == name] for name in (FLASH, MATH, "flashinfer:fa2")}
+        results = probe_all((FLASH, "flashinfer:fa2"), CHOSEN, device="cpu")
+    return {name: [r for r in results if r.backend == name] for name in (FLASH, "flashinfer:fa2")}
 
 
 def outcome(results: list[ProbeResult], name: str) -> ProbeResult:
@@ -194,11 +198,63 @@ def test_a_worker_that_exits_is_a_row_with_its_status(accidents: dict[str, list[
     assert "exit 3" in exited.reasons[0].message
 
 
-def test_a_hang_is_a_timeout_and_later_probes_still_run(accidents: dict[str, list[ProbeResult]]) -> None:
-    hung = outcome(accidents[MATH], "long_prefill")
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, chosen: list[Probe], *, at: int, accident: str) -> None:
+    """A process that answers as a worker does, without its imports, but for probe `at`."""
+    lines = {p.case.case_id: [r.model_dump_json() for r in run_probe(MATH, p, "cpu")] for p in chosen}
+    task = [[json.loads(p.case.model_dump_json()), lines[p.case.case_id]] for p in chosen]
+    worker = folder / "worker"
+    worker.write_text(
+        f"#!{sys.executable} -I\n"
+        "import json, os, sys, time\n"
+        f"lines = json.loads({json.dumps(task)!r})\n"
+        "for probe in json.load(sys.stdin)['probes']:\n"
+        f"    if probe['case'] == lines[{at}][0]:\n"
+        f"        {accident}\n"
+        "    print(*next(rows for case, rows in lines if case == probe['case']), sep='\\n', flush=True)\n"
+    )
+    worker.chmod(0o755)
+    monkeypatch.setattr(probing, "sys", SimpleNamespace(executable=str(worker)))
+
+
+def test_a_hang_is_a_timeout_and_later_probes_still_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, monkeypatch, CHOSEN, at=1, accident="time.sleep(300)")
+    results = probe_all((MATH,), CHOSEN, device="cpu", timeout_s=4.0)
+    hung = outcome(results, "long_prefill")
     assert (hung.status, hung.reasons[0].code) == ("fail", Code.TIMEOUT)
-    assert "15 s" in hung.reasons[0].message
-    assert [outcome(accidents[MATH], n).status for n in ("short_prefill", "single_decode", "paged_kv")] == ["pass"] * 3
+    assert hung.reasons[0].message == "no answer within 4 s"
+    assert [outcome(results, n).status for n in ("short_prefill", "single_decode", "paged_kv")] == ["pass"] * 3
+
+
+def test_a_crash_on_one_kind_of_layer_is_not_hidden_by_the_other_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windowed = {p.name: p for p in probes_of(replace(SPEC, window=(7, 0)), "float32", 16)}
+    names = ("short_prefill", "single_decode")
+    both = [probes()[n] for n in names] + [windowed[n] for n in names]
+    stand_in(tmp_path, monkeypatch, both, at=2, accident="os.abort()")
+    results = probe_all((MATH,), both, device="cpu", timeout_s=30.0)
+    executed = {(r.probe, r.case.window): r for r in results if r.level == "execute"}
+    assert len(executed) == 4
+    crashed = executed.pop(("short_prefill", (7, 0)))
+    assert (crashed.status, crashed.reasons[0].code) == ("fail", Code.LAUNCH_FAILED)
+    assert "signal 6" in crashed.reasons[0].message
+    assert {r.status for r in executed.values()} == {"pass"}
+    assert [r.code for r in failed_reasons(results)[MATH]] == [Code.LAUNCH_FAILED]
+
+
+def test_a_kind_of_layer_that_no_rule_allows_does_not_keep_the_other_from_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capped = {p.name: p for p in probes_of(replace(SPEC, softcap=30.0), "float32", 16)}
+    both = [probes()["single_decode"], capped["single_decode"]]
+    stand_in(tmp_path, monkeypatch, both, at=0, accident="pass")
+    results = probe_all((MATH,), both, device="cpu", timeout_s=30.0)
+    assert [(r.level, r.status) for r in results] == [
+        ("static", "pass"),
+        ("construct", "pass"),
+        ("execute", "pass"),
+        ("static", "fail"),
+    ]
 
 
 def test_no_level_of_a_probe_is_told_twice(accidents: dict[str, list[ProbeResult]]) -> None:
@@ -218,7 +274,7 @@ def test_a_backend_that_no_rule_allows_gets_static_rows_without_a_worker(
 def test_what_failed_and_is_required_excludes_the_backend(accidents: dict[str, list[ProbeResult]]) -> None:
     results = [r for rows in accidents.values() for r in rows]
     failed = failed_reasons(results)
-    assert set(failed) == {FLASH, MATH}
+    assert set(failed) == {FLASH}
     assert [r.code for r in failed[FLASH]] == [Code.LAUNCH_FAILED, Code.LAUNCH_FAILED]
     optional = [r.model_copy(update={"required": False}) for r in results]
     assert failed_reasons(optional) == {}

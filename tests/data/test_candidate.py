@@ -86,7 +86,7 @@ def test_identity_follows_the_content_of_the_plan_behind_the_same_name(tmp_path:
 def test_a_name_that_cannot_be_a_folder_is_refused(tmp_path: Path, name: str) -> None:
     path = candidate_file(tmp_path)
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "name": name}))
-    with pytest.raises(UserError, match="flash.yaml: name: "):
+    with pytest.raises(UserError, match=r"flash.yaml: name: "):
         load_candidate(path)
 
 
@@ -94,20 +94,20 @@ def test_a_name_that_cannot_be_a_folder_is_refused(tmp_path: Path, name: str) ->
 def test_a_file_that_is_no_candidate_is_one_line(tmp_path: Path, content: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(content)
-    with pytest.raises(UserError, match="mine.yaml: ") as raised:
+    with pytest.raises(UserError, match=r"mine.yaml: ") as raised:
         load_candidate(path)
     assert "\n" not in str(raised.value)
 
 
 def test_waves_and_models_cannot_be_empty(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="waves: "):
+    with pytest.raises(UserError, match=r"waves: "):
         load_candidate(candidate_file(tmp_path, waves=[]))
-    with pytest.raises(UserError, match="waves.0.models: "):
+    with pytest.raises(UserError, match=r"waves.0.models: "):
         load_candidate(candidate_file(tmp_path, waves=[{"gpu": "cpu", "models": []}]))
 
 
 def test_a_fault_is_a_matter_of_the_drill_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="drills only"):
+    with pytest.raises(UserError, match=r"drills only"):
         load_candidate(candidate_file(tmp_path, fault="wrong_scale"))
     loaded = load_candidate(candidate_file(tmp_path / "drill", fault="wrong_scale"))
     assert loaded.candidate.is_drill

@@ -28,7 +28,7 @@ def test_another_interpreter_with_the_same_packages_has_the_same_digest() -> Non
 
 @pytest.mark.parametrize("name", ["curent", "../environments/current", "/etc/passwd", ""])
 def test_only_an_entry_of_the_folder_can_be_picked(name: str) -> None:
-    with pytest.raises(UserError, match="not in data/environments"):
+    with pytest.raises(UserError, match=r"not in data/environments"):
         load_environment(name)
 
 
@@ -38,12 +38,12 @@ def test_only_an_entry_of_the_folder_can_be_picked(name: str) -> None:
 )
 def test_a_broken_entry_is_one_line(folder: Path, content: str) -> None:
     (folder / "mine.yaml").write_text(content)
-    with pytest.raises(UserError, match="mine.yaml: ") as raised:
+    with pytest.raises(UserError, match=r"mine.yaml: ") as raised:
         load_environment("mine")
     assert "\n" not in str(raised.value)
 
 
 def test_an_interpreter_without_attention_says_so(tmp_path: Path) -> None:
     for python in (str(tmp_path / "no-python"), "/bin/false"):
-        with pytest.raises(UserError, match="environment bare: .* cannot import attention"):
+        with pytest.raises(UserError, match=r"environment bare: .* cannot import attention"):
             Environment(name="bare", interpreter=python).digest()

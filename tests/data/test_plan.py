@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from attention.errors import UserError
-from data.plan import load_plan
 from data.paths import repo_dir
+from data.plan import load_plan
 from tests.commands import QUICK
 
 PLANS = sorted((repo_dir() / "data" / "plans").glob("*.yaml"))
@@ -34,9 +34,9 @@ def test_the_demo_is_what_the_project_promises() -> None:
 
 
 def test_an_unknown_name_says_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="plan 'dmeo': .*did you mean demo"):
+    with pytest.raises(UserError, match=r"plan 'dmeo': .*did you mean demo"):
         load_plan("dmeo")
-    with pytest.raises(UserError, match="nowhere.yaml"):
+    with pytest.raises(UserError, match=r"nowhere.yaml"):
         load_plan(str(tmp_path / "nowhere.yaml"))
 
 
@@ -63,7 +63,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, section: str, values: dict[str, 
 def test_a_file_that_is_no_plan_is_one_line(tmp_path: Path, content: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(content)
-    with pytest.raises(UserError, match="mine.yaml: ") as raised:
+    with pytest.raises(UserError, match=r"mine.yaml: ") as raised:
         load_plan(str(path))
     assert "\n" not in str(raised.value)
 
@@ -71,5 +71,5 @@ def test_a_file_that_is_no_plan_is_one_line(tmp_path: Path, content: str) -> Non
 def test_a_file_that_is_no_text_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(b"\xff\xfe\x00\x81")
-    with pytest.raises(UserError, match="mine.yaml: "):
+    with pytest.raises(UserError, match=r"mine.yaml: "):
         load_plan(str(path))

@@ -174,7 +174,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     found = Server(home, {**foreign, **own}, port)
     started = [found.start("server", "start", "--port", str(port))]
     try:
-        wait(found.answers, 60, found.log("server").read_text)
+        wait(found.answers, 120, found.log("server").read_text)
         found.prefect("work-pool", "create", "release", "--type", "process")
         found.prefect("work-pool", "create", "measure", "--type", "process")
         found.prefect("deploy", "--all")
@@ -190,6 +190,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     assert left == []
 
 
+@pytest.mark.timeout(1200)
 def test_an_event_starts_a_release_that_ends_promoted(server: Server) -> None:
     file = candidate_file(server.home.path / "candidates", "quick")
     pools = {name: DEPLOYMENTS[name]["work_pool"]["name"] for name in DEPLOYMENTS}
@@ -198,12 +199,12 @@ def test_an_event_starts_a_release_that_ends_promoted(server: Server) -> None:
 
     # The same file by its path: an event may pick a candidate, not bring one.
     server.register(str(file))
-    refused = wait(lambda: server.ended(1), 90, server.log("worker").read_text)
+    refused = wait(lambda: server.ended(1), 120, server.log("worker").read_text)
     assert refused["type"] == "FAILED" and "not a name in" in refused["message"]
     assert not server.home.cell.exists()
 
     server.register("quick")
-    state = wait(lambda: server.ended(2), 400, server.log("worker").read_text)
+    state = wait(lambda: server.ended(2), 900, server.log("worker").read_text)
     assert state["type"] == "COMPLETED", f"{state}\n{server.log('worker').read_text()}"
     record = server.home.record()
     assert record.state == "promoted" and record.champion is not None

@@ -173,27 +173,34 @@ def test_the_same_command_again_says_within_15_s_that_nothing_changed(
     assert again["release_id"] == promoted["release_id"]
 
 
-def test_rollback_takes_a_second_without_prefect_mlflow_and_torch(
+def test_a_rollback_is_confirmed_in_a_second_without_prefect_mlflow_and_torch(
     home: Home, promoted: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Wall time of the whole command; a busy machine gets three tries, there and back again."""
+    """From the start of the interpreter until Envoy confirms; a busy machine gets three tries, there and back."""
     (tmp_path / "sitecustomize.py").write_text(BLOCKER)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     probe = subprocess.run([sys.executable, "-c", "import torch"], env=home.env(PYTHONPATH=path), capture_output=True)
     assert b"blocked by the test" in probe.stderr
-    incumbent, flash_id, walls = "incumbent-torch-math-cpu", promoted["release_id"], []
+    incumbent, flash_id, seconds = "incumbent-torch-math-cpu", promoted["release_id"], []
     for bad, good in ((flash_id, incumbent), (incumbent, flash_id), (flash_id, incumbent)):
+        if seconds and min(seconds) < 1.0 and bad == incumbent:
+            break
+        previous = home.record().previous
+        assert previous is not None and previous.instance is not None
+        port = previous.instance.port
         started = time.monotonic()
-        done = home.run("rollback", *FAMILY, "--reason", "users see garbage", "--json", PYTHONPATH=path)
-        walls.append(time.monotonic() - started)
-        said = document(done, 0)
+        command = home.start("rollback", *FAMILY, "--reason", "users see garbage", "--json", PYTHONPATH=path)
+        while home.router.observe().endpoints["champion"] != port:
+            assert time.monotonic() - started < 30, command.said()
+            time.sleep(0.01)
+        seconds.append(time.monotonic() - started)
+        assert command.child.wait(30) == 0, command.said()
+        said = json.loads(command.out.read_text())
         assert (said["release_id"], said["serves"], said["confirmed"]) == (bad, good, True)
         assert said["share_zero_s"] < 1.0
         assert ask(home)[:2] == (200, good)
-        if good == incumbent and min(walls) < 1.0:
-            break
-    print("rollback, wall time of the command:", ", ".join(f"{wall:.2f} s" for wall in walls))
-    assert min(walls) < 1.0
+    print("rollback confirmed by Envoy after", ", ".join(f"{one:.2f} s" for one in seconds))
+    assert min(seconds) < 1.0
 
 
 def test_what_was_rolled_back_is_not_tried_again_unasked(home: Home, candidates: Path) -> None:

@@ -1,0 +1,180 @@
+"""`python -m attention`: its verbs, and one line with exit 2 for what a person did wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from attention.__main__ import main
+from attention.job import Setup
+
+REPO = Path(__file__).parents[2]
+VERBS = ("fingerprint", "matrix", "resolve", "probe", "replay", "compare", "bench", "serve")
+PROMPT = {
+    "prompt_id": "p1",
+    "category": "c",
+    "language": "en",
+    "messages": [{"role": "user", "content": "Hello there"}],
+    "max_tokens": 3,
+}
+
+
+def flags(setup: Setup) -> list[str]:
+    return ["--model", str(setup.model), "--policy", str(setup.policy)]
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line on stderr of a call that exits 2."""
+    assert main(list(argv)) == 2
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    (line,) = seen.err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for verb in VERBS:
+        assert f"\n    {verb} " in text
+
+
+def test_a_mistake_ends_the_process_with_two_and_without_a_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "attention", "probe", "--job", str(tmp_path / "none.json"), "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr == f"error: job {tmp_path}/none.json: cannot be read (No such file or directory)\n"
+
+
+def test_an_unknown_verb_or_flag_exits_two(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["prob"], ["probe", "--modle", "x"], []):
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        assert caught.value.code == 2
+        assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["fingerprint", "probe"])
+def test_a_missing_model_is_named(capsys: pytest.CaptureFixture[str], setup: Setup, verb: str) -> None:
+    line = error_of(capsys, verb, "--model", "no/such/model", "--policy", str(setup.policy))
+    assert "model no/such/model: no config.json there" in line
+
+
+def test_a_missing_policy_is_named(capsys: pytest.CaptureFixture[str], setup: Setup) -> None:
+    assert "policy no/such.yaml" in error_of(capsys, "probe", "--model", str(setup.model), "--policy", "no/such.yaml")
+    assert "policy no/such.yaml" in error_of(capsys, "resolve", "no/such.yaml", "--model", str(setup.model))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("verb", ["fingerprint", "probe"])
+def test_a_device_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], setup: Setup, verb: str) -> None:
+    assert "device cuda" in error_of(capsys, verb, *flags(setup), "--device", "cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_resolve_names_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str], setup: Setup) -> None:
+    argv = ("resolve", str(setup.policy), "--model", str(setup.model), "--device", "cuda")
+    assert "device cuda" in error_of(capsys, *argv)
+
+
+@pytest.mark.parametrize("verb", ["replay", "compare", "bench"])
+def test_a_measuring_verb_needs_a_job(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    assert f"{verb} needs --job FILE and --out DIR" in error_of(capsys, verb)
+
+
+def test_a_bad_fingerprint_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    bad = tmp_path / "a.json"
+    bad.write_text("{}")
+    assert "a.json: not one written by" in error_of(capsys, "fingerprint", "--diff", str(bad), str(bad))
+    assert "none.json: cannot be read" in error_of(
+        capsys, "fingerprint", "--diff", str(tmp_path / "none.json"), str(bad)
+    )
+
+
+def test_two_fingerprints_are_compared(capsys: pytest.CaptureFixture[str], setup: Setup, tmp_path: Path) -> None:
+    files = []
+    for name, more in (("a", []), ("b", ["--policy", str(REPO / "data/policies/cpu-math.yaml")])):
+        assert main(["fingerprint", *flags(setup), *more, "--json"]) == 0
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(capsys.readouterr().out)
+    assert main(["fingerprint", "--diff", str(files[0]), str(files[0])]) == 0
+    assert capsys.readouterr().out == "no difference\n"
+    assert main(["fingerprint", "--diff", *map(str, files)]) == 0
+    assert "attention_backend_policy.mode: preferred-with-fallback -> pinned" in capsys.readouterr().out
+
+
+def test_the_matrix_shows_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["matrix"]) == 0
+    text = capsys.readouterr().out
+    assert "flashinfer:xqa           unknown (no declared rules)" in text
+    assert main(["matrix", "--json"]) == 0
+    cells = json.loads(capsys.readouterr().out)
+    assert set(cells["torch_sdpa:flash"]) == {"cpu", "cuda"}
+
+
+def test_resolve_explains_the_policy_of_the_document(capsys: pytest.CaptureFixture[str], setup: Setup) -> None:
+    document = str(REPO / "data/policies/document.yaml")
+    assert main(["resolve", document, "--model", str(setup.model)]) == 0
+    text = capsys.readouterr().out
+    assert "decode: requested flashinfer:fa3, chain torch_sdpa:flash > torch_sdpa:math" in text
+    assert "left out  flashinfer:fa3: ARCH_UNSUPPORTED" in text
+    assert main(["resolve", document, "--model", str(setup.model), "--json"]) == 0
+    assert [r["phase"] for r in json.loads(capsys.readouterr().out)] == ["prefill", "decode", "extend"]
+
+
+def rows(lake: Path, table: str) -> list[dict[str, Any]]:
+    files = sorted((lake / table).rglob("*.parquet"))
+    return [row for file in files for row in pq.read_table(file).to_pylist()]
+
+
+def test_replay_and_compare_leave_a_result_and_rows_with_whose_they_are(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attention.__main__.die_with_parent", lambda: None)
+    threads = torch.get_num_threads()
+    evidence = {"lake": str(tmp_path / "lake"), "release_id": "r1", "side": "candidate"}
+    common = {"setup": setup.model_dump(mode="json"), "evidence": evidence}
+    job = {
+        **common,
+        "tensor": {"seeds": [0], "max_kv_len": 63},
+        "model": {"prompts": [PROMPT], "max_tokens": 32, "decode_tokens": 4},
+        "business": {"prompts": [PROMPT]},
+    }
+    (tmp_path / "replay.json").write_text(json.dumps(job))
+    assert main(["replay", "--job", str(tmp_path / "replay.json"), "--out", str(tmp_path / "out")]) == 0
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert (result["errors"], result["cases"]) == (0, 12)
+    assert result["confirmed"]["decode"] == "torch_sdpa:flash"
+    assert [answer["prompt_id"] for answer in result["answers"]] == ["p1"]
+    seen = rows(tmp_path / "lake", "tensor_replay")
+    assert {(r["release_id"], r["side"], r["model"], r["fingerprint_id"]) for r in seen} == {
+        ("r1", "candidate", "tiny-llama", result["fingerprint_id"])
+    }
+
+    recording = str(tmp_path / "out" / "hidden.safetensors")
+    compare = {
+        **common,
+        "champion": recording,
+        "candidate": recording,
+        "prompts": [PROMPT],
+        "confirmed": result["confirmed"],
+    }
+    (tmp_path / "compare.json").write_text(json.dumps(compare))
+    try:
+        assert main(["compare", "--job", str(tmp_path / "compare.json"), "--out", str(tmp_path / "compared")]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    positions = rows(tmp_path / "lake", "model_replay")
+    assert len(positions) == json.loads((tmp_path / "compared" / "result.json").read_text())["positions"] > 0
+    assert {row["kl"] for row in positions} == {0.0}
+    assert {row["confirmed_backend"] for row in positions} == {"torch_sdpa:flash"}
