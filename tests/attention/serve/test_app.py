@@ -330,6 +330,8 @@ def test_a_stream_that_fails_halfway_ends_with_an_error_event(tmp_path: Path) ->
         with running.client.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200
             assert "the model step failed" in events(response)[-1]["error"]["message"]
+        # The row follows the last event of the stream.
+        running.wait_until(lambda: bool(running.rows()))
         assert [row["status"] for row in running.rows()] == [500]
 
 
