@@ -190,6 +190,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     assert left == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_an_event_starts_a_release_that_ends_promoted(server: Server) -> None:
     file = candidate_file(server.home.path / "candidates", "quick")
