@@ -89,6 +89,7 @@ def _fetch(scratch: Path) -> Path:
 
 def _convert(gguf: Path, folder: Path) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # a bar per tensor in a log helps nobody
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging

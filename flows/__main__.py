@@ -81,8 +81,10 @@ def _run_flow(
     # Prefect makes the folder itself, but not its parents.
     Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)
     from flows import release as module
+    from flows.early import start_prefect
     from tasks.lifecycle import ReleaseResult
 
+    start_prefect()
     try:
         with module.speaking(say):
             found = module.release(candidate, champion=champion, stop_after=stop_after, retry=retry)
