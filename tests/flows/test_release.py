@@ -25,7 +25,8 @@ from data.lake import Lake
 from tasks.lifecycle import STAGES
 from tests.commands import SAMPLE, Home, candidate_file
 
-pytestmark = pytest.mark.timeout(600)
+# Minutes of real traffic: `make test-all`.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 BLOCKED = ("prefect", "mlflow", "torch", "great_expectations", "duckdb", "transformers")
 FAMILY = ("--gpu", "cpu", "--family", "smollm2")
