@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from attention import half_weights
 from attention.distributions import installed
 from attention.policy import Policy
 
@@ -106,7 +107,7 @@ def fingerprint(
     attestation: dict[str, Any] | None = None,
 ) -> Fingerprint:
     """Fingerprint of this process serving that model under that policy."""
-    from attention.model import specs_of
+    from attention.model import DTYPES, specs_of
     from attention.model_config import read_config
 
     config, spec = read_config(model_path), specs_of(model_path, dtype)
@@ -138,7 +139,11 @@ def fingerprint(
             "softcap": any(s.softcap is not None for s in spec),
             "alibi": bool(config.get("alibi", False)),
         },
-        execution={"cuda_graph": False, "torch_compile": False},
+        execution={
+            "cuda_graph": False,
+            "torch_compile": False,
+            "half_weights": half_weights.supported(device, DTYPES[dtype]),
+        },
         kv_layout="paged_nhd",
         page_size=page_size,
         tensor_parallel=1,

@@ -23,6 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
+from attention import half_weights
 from attention.backends.base import AttentionSpec, Batch
 from attention.cases import window_of_hf
 from attention.dispatch import Dispatcher
@@ -124,6 +125,8 @@ class Runner:
             model_path, dtype=self.dtype, attn_implementation="governed"
         )
         self._model.to(device).eval()
+        if half_weights.supported(device, self.dtype):
+            half_weights.pack(self._model)
         self.eos_token_ids = _eos(self._model, GenerationConfig.from_pretrained(model_path), self.tokenizer)
         self.max_context = int(self._model.config.max_position_embeddings)
         self._k = [self._pages(spec.heads_kv, spec.head_dim_qk) for spec in dispatcher.specs]
