@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from attention.errors import UserError
+from attention.errors import UserError, piped
 from attention.job import (
     BenchJob,
     CompareJob,
@@ -41,7 +41,7 @@ DEFAULT_POLICY = Path("data/policies/cpu-flash.yaml")
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
-        return int(args.run(args))
+        return piped(lambda: int(args.run(args)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -224,8 +224,8 @@ def _resolve(args: argparse.Namespace) -> int:
         print(json.dumps([r.model_dump(mode="json") for r in found], indent=1))
     for resolution in [] if args.json else found:
         print(f"{resolution.phase}: requested {resolution.requested}, chain {' > '.join(resolution.chain) or 'none'}")
-        for line in resolution.explain().splitlines():
-            print(f"    left out  {line}")
+        for name, reasons in resolution.excluded.items():
+            print(f"    left out  {name}: {'; '.join(map(str, reasons))}")
     return 0 if all(r.chain for r in found) else 1
 
 

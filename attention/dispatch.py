@@ -23,6 +23,8 @@ from attention.reasons import Reason
 
 CONFIRMATION_TTL_S = 900.0
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "extend")
+#: KV length of the batch with which each phase is resolved at start.
+_START_KV = 64
 
 
 @dataclass(frozen=True)
@@ -103,22 +105,31 @@ class Dispatcher:
         self._confirmed: dict[tuple[str, str, str], tuple[str, float]] = {}
         self._groups: list[_Group] = []
         self._record = StepRecord()
-        self.resolutions: dict[Phase, Resolution] = {p: self._startup(p) for p in PHASES}
+        # What each wish (the policy's for a phase, or an override's) came to at start; later steps are held to it.
+        self._at_start: dict[tuple[Phase, str], str] = {}
+        self.fallbacks: list[FallbackEvent] = []
+        self.resolutions: dict[Phase, Resolution] = {p: self._startup(p, _START_KV) for p in PHASES}
         self.requested: dict[Phase, str] = {p: r.requested for p, r in self.resolutions.items()}
         self.resolved: dict[Phase, str] = {p: r.chain[0] for p, r in self.resolutions.items()}
         self.confirmed: dict[Phase, str] = dict.fromkeys(PHASES, "unconfirmed(nothing ran)")
-        self.fallbacks: list[FallbackEvent] = [
-            FallbackEvent("startup_fallback", p, r.requested, r.chain[0], r.excluded[r.requested])
-            for p, r in self.resolutions.items()
-            if r.fell_back
-        ]
+        for override in policy.overrides:
+            low, high = override.kv_len
+            self._startup(override.phase, max(low or 1, min(_START_KV, (high or _START_KV + 1) - 1)))
 
-    def _startup(self, phase: Phase) -> Resolution:
-        members = {"prefill": (64, 64), "decode": (1, 64), "extend": (16, 64)}[phase]
-        resolution = self._resolve(self._probe_batch(*members))
-        if not resolution.chain:
-            raise UserError(f"no backend of the policy can serve {phase}:\n{resolution.explain()}")
-        return resolution
+    def _startup(self, phase: Phase, kv_len: int) -> Resolution:
+        """Resolve a phase before the first request; a backend left out already here is a start-up fallback."""
+        q_len = {"prefill": kv_len, "decode": 1, "extend": min(16, max(1, kv_len - 1))}[phase]
+        found = self._resolve(self._probe_batch(q_len, kv_len))
+        if not found.chain:
+            raise UserError(f"no backend of the policy can serve {phase}: {found.explain()}")
+        wish = (phase, found.requested)
+        if wish not in self._at_start:
+            self._at_start[wish] = found.chain[0]
+            if found.fell_back:
+                reasons = found.excluded[found.requested]
+                event = FallbackEvent("startup_fallback", phase, found.requested, found.chain[0], reasons)
+                self.fallbacks.append(event)
+        return found
 
     def _probe_batch(self, q_len: int, kv_len: int) -> Batch:
         pages = tuple(range(-(-kv_len // self.page_size)))
@@ -180,20 +191,16 @@ class Dispatcher:
         if decision is None:
             decision = self._decisions[key] = self._resolve(batch)
         if not decision.chain:
-            raise UserError(f"no backend of the policy can serve {bucket}:\n{decision.explain()}")
+            raise UserError(f"no backend of the policy can serve {bucket}: {decision.explain()}")
         name = decision.chain[0]
         fallback = None
-        # An override may choose otherwise for this bucket; a fallback is a requested one left out.
-        if (
-            name != decision.requested
-            and decision.requested == self.requested[phase]
-            and not self.resolutions[phase].fell_back
-        ):
-            fallback = FallbackEvent(
-                "request_fallback", phase, decision.requested, name, decision.excluded[decision.requested]
-            )
+        # Another backend than at start, since that one cannot serve this request: a fallback of the request.
+        expected = self._at_start.get((phase, decision.requested), decision.requested)
+        if expected in decision.excluded:
+            reasons = decision.excluded[expected]
+            fallback = FallbackEvent("request_fallback", phase, expected, name, reasons)
             if not self.policy.allow_runtime_fallback:
-                raise UserError(f"the policy forbids request-level fallback for {bucket}:\n{decision.explain()}")
+                raise UserError(f"the policy forbids request-level fallback for {bucket}: {decision.explain()}")
             self._on_event(fallback)
         confirmed, _ = self._confirmed.get((phase, bucket, name), ("unconfirmed(nothing ran)", 0.0))
         run = PhaseRun(phase, bucket, decision.requested, name, confirmed, len(batch.q_lens), fallback)

@@ -77,6 +77,8 @@ class Policy(_Strict):
         if self.mode == "pinned" and len(expand(self.preferred[0])) != 1:
             kernels = ", ".join(expand(self.preferred[0]))
             raise ValueError(f"mode pinned takes one kernel, not a family: name one of {kernels}")
+        if self.mode == "pinned" and self.overrides:
+            raise ValueError("mode pinned takes no overrides: they would choose another backend")
         for override in self.overrides:
             for name in override.preferred:
                 expand(name)
@@ -117,8 +119,8 @@ class Resolution(BaseModel):
         return self.resolved != self.requested
 
     def explain(self) -> str:
-        """One line a backend left out, all its reasons."""
-        return "\n".join(
+        """Every backend left out with all its reasons, in one line."""
+        return " | ".join(
             f"{name}: " + "; ".join(str(reason) for reason in reasons) for name, reasons in self.excluded.items()
         )
 

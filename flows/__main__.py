@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attention.errors import UserError
+from attention.errors import UserError, piped
 from flows.telemetry import silence
 
 if TYPE_CHECKING:
@@ -80,11 +80,11 @@ def _run_flow(
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
     # Prefect makes the folder itself, but not its parents.
     Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)
+    from flows import prefect_server
     from flows import release as module
-    from flows.early import start_prefect
     from tasks.lifecycle import ReleaseResult
 
-    start_prefect()
+    prefect_server.start()
     try:
         with module.speaking(say):
             found = module.release(candidate, champion=champion, stop_after=stop_after, retry=retry)
@@ -127,8 +127,9 @@ def down(
     """Traffic to the champion, then stop every process of the cells."""
     from data.paths import cells
     from flows import down as module
+    from flows import prefect_server
 
-    stopped = []
+    stopped = [f"prefect-server {pid}" for pid in prefect_server.stop_orphans()]
     for one_gpu, one_family in cells():
         if gpu in (None, one_gpu) and family in (None, one_family):
             stopped += [process.name for process in module.down(one_gpu, one_family)]
@@ -258,7 +259,7 @@ def _show(model: Any, render: Any, as_json: bool) -> None:
 def main() -> int:
     try:
         # Without its standalone mode the library returns the code of a typer.Exit.
-        return int(app(standalone_mode=False) or 0)
+        return piped(lambda: int(app(standalone_mode=False) or 0))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -7,10 +7,8 @@ stops again when it is interrupted; what ran before is left as it was.
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -68,25 +66,3 @@ def serving(loaded: Loaded, champion: str | None) -> Iterator[None]:
         raise
     finally:
         child.poll()
-
-
-def start_prefect() -> None:
-    """Start Prefect's own server for this command, unless PREFECT_API_URL names one, deaf to Ctrl-C.
-
-    A terminal sends Ctrl-C to every process of the command. A server that died of it would leave Prefect
-    asking for it, a timeout an event, while the command has to end. Signal masks are inherited: the server
-    gets that of the thread that starts it, and this command stays open to Ctrl-C. Prefect ends it by SIGTERM.
-    """
-    from prefect.server.api.server import SubprocessASGIServer
-    from prefect.settings import PREFECT_API_URL
-
-    if PREFECT_API_URL.value():
-        return
-
-    def start() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        SubprocessASGIServer().start()
-
-    starting = threading.Thread(target=start, name="prefect-server", daemon=True)
-    starting.start()
-    starting.join()

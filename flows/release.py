@@ -439,6 +439,7 @@ class _Release:
             previous=record.previous.candidate if record.previous else None,
             router_shares=self._shares(),
             candidate_requests=self._candidate_requests(),
+            user_requests={n: sum(s.detail.get(n, 0) for s in record.stages) for n in ("sent", "lost")},
             mlflow_run_id=self.run_id,
             report=str(page),
         )

@@ -145,8 +145,8 @@ def evaluate(
 def _validate(suite: Suite, frame: pd.DataFrame, limits: Limits) -> list[_Outcome]:
     import great_expectations as gx
 
-    # It tells of a temporary folder at every gate otherwise.
-    logging.getLogger("great_expectations").setLevel(logging.WARNING)
+    # That module sets its own level, and tells of a temporary folder at every gate otherwise.
+    logging.getLogger("great_expectations.data_context.types.base").setLevel(logging.WARNING)
     expectations = [
         # The index finds each result again; GX promises no order.
         {**expectation.model_dump(include={"type", "kwargs", "severity"}), "meta": {"index": index}}

@@ -75,6 +75,7 @@ def run(context: Context, router: EnvoyRouter, requests: list[TrafficRequest]) -
         )
         if report.verdict is not Verdict.PASS:
             break
+    detail |= {name: sum(step[name] for step in detail["steps"]) for name in ("sent", "lost")}
     return StageOutcome(GateReport(stage="canary", checks=tuple(checks)), detail)
 
 

@@ -90,6 +90,7 @@ class ReleaseResult(BaseModel):
     previous: str | None = None
     router_shares: dict[str, int] | None = None
     candidate_requests: dict[str, int] = {}  # router: live requests by Envoy's count; rows: in the lake
+    user_requests: dict[str, int] = {}  # sent and lost, as the clients of the live stages saw it
     mlflow_run_id: str | None = None
     report: str | None = None
 

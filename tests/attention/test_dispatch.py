@@ -78,6 +78,7 @@ def test_with_no_backend_left_every_reason_is_told() -> None:
     with pytest.raises(UserError, match="no backend of the policy can serve prefill") as caught:
         Dispatcher(FALLBACK, [replace(SPEC, softcap=30.0)])
     assert str(caught.value).count("SOFTCAP_UNSUPPORTED") == 2
+    assert "\n" not in str(caught.value)
 
 
 def test_a_backend_must_serve_every_kind_of_layer() -> None:
@@ -185,6 +186,40 @@ def test_a_request_that_the_backend_cannot_serve_falls_back_with_an_event(monkey
     ]
     (ran,) = one.last_step().phases
     assert (ran.requested, ran.resolved, ran.confirmed, ran.fallback) == (FLASH, MATH, MATH, events[0])
+
+
+def test_a_request_falls_back_from_what_stood_in_at_start_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = "torch_sdpa:efficient"
+    refuse(monkeypatch, MATH, lambda case: max(m.kv_len for m in case.members) > 100)
+    monkeypatch.setattr(
+        matrix,
+        "declared_reasons",
+        lambda name, case, *, device, real=matrix.declared_reasons: (
+            [] if name == other else real(name, case, device="cpu")
+        ),
+    )
+    events: list[FallbackEvent] = []
+    policy = Policy(preferred=(FLASH,), fallback=(MATH, other), allow_runtime_fallback=True)
+    one = Dispatcher(policy, [SPEC], observed={FLASH: [drift()]}, on_event=events.append)
+    assert one.resolved["decode"] == MATH
+    one.plan(problem("q1s50").batch)
+    assert events == []
+    monkeypatch.setattr(one, "_backend", lambda name: create(FLASH, "cpu"))
+    one.plan(problem("q1s150").batch)
+    assert [(e.kind, e.from_backend, e.to_backend) for e in events] == [("request_fallback", MATH, other)]
+
+
+def test_an_overrides_backend_that_cannot_run_is_a_startup_fallback_once() -> None:
+    override = {"phase": "decode", "kv_len": [100, None], "preferred": [MATH]}
+    policy = Policy.model_validate({"preferred": [FLASH], "overrides": [override]})
+    events: list[FallbackEvent] = []
+    one = Dispatcher(policy, [SPEC], observed={MATH: [drift()]}, on_event=events.append)
+    assert [(f.kind, f.phase, f.from_backend, f.to_backend) for f in one.fallbacks] == [
+        ("startup_fallback", "decode", MATH, FLASH)
+    ]
+    run(one, problem("q1s150"))
+    assert events == []
+    assert one.last_step().phases[0].resolved == FLASH
 
 
 def test_a_policy_may_refuse_request_level_fallback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,10 @@ def test_a_policy_survives_yaml_and_json() -> None:
         ),
         ("{preferred: [math, torch_sdpa:flash], mode: pinned}", "pinned takes exactly one preferred backend"),
         ("{preferred: [math], fallback: [torch_sdpa:flash], mode: pinned}", "pinned takes exactly one"),
+        (
+            "{preferred: [math], mode: pinned, overrides: [{phase: decode, preferred: [torch_sdpa:flash]}]}",
+            "pinned takes no overrides",
+        ),
         ("{preferred: [torch_sdpa], mode: pinned}", "one kernel, not a family: name one of torch_sdpa:cudnn"),
         ("{preferred: [math]", "not YAML"),
         ("", "attention_policy: "),

@@ -237,5 +237,6 @@ def test_a_slow_decode_is_rolled_back_by_the_canary_and_no_request_is_lost(home:
     assert canary.verdict == "fail"
     assert [(step["share"], step["lost"]) for step in canary.detail["steps"]] == [(50, 0)]
     assert said["candidate_requests"]["router"] > 0
+    assert (said["user_requests"]["sent"] > 0, said["user_requests"]["lost"]) == (True, 0)
     assert aliases(home) == before
     assert ask(home)[:2] == (200, "incumbent-torch-math-cpu")
