@@ -145,12 +145,12 @@ def _progress(what: str) -> Any:
 
 
 def _fingerprint(args: argparse.Namespace) -> int:
-    from attention.fingerprint import Fingerprint, difference
+    from attention.fingerprint import Fingerprint, changed_fields
     from attention.startup import identify
 
     if args.diff:
         old, new = (_read_fingerprint(path) for path in args.diff)
-        lines = difference(old.identity, new.identity)
+        lines = changed_fields(old.identity, new.identity)
         print(json.dumps(lines, indent=1) if args.json else "\n".join(lines) or "no difference")
         return 0
     job = _job(args, FingerprintJob) if args.job else FingerprintJob(setup=_setup(args))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import socket
@@ -26,6 +25,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from attention import half_weights
+from attention.difference import difference
 from attention.distributions import installed
 from attention.policy import Policy
 
@@ -178,22 +178,9 @@ def gpu_name(device: str) -> str:
     return str(torch.cuda.get_device_name(device)).lower().replace(" ", "-")
 
 
-def difference(old: Identity, new: Identity) -> list[str]:
-    """What changed, one line a field: `torch: 2.12.0 -> 2.13.0`."""
-    return list(_walk("", old.model_dump(mode="json"), new.model_dump(mode="json")))
-
-
-def _walk(path: str, old: Any, new: Any) -> list[str]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        lines = []
-        for key in sorted({*old, *new}):
-            lines += _walk(f"{path}.{key}".lstrip("."), old.get(key), new.get(key))
-        return lines
-    return [] if old == new else [f"{path}: {_short(old)} -> {_short(new)}"]
-
-
-def _short(value: Any) -> str:
-    return "absent" if value is None else value if isinstance(value, str) else json.dumps(value)
+def changed_fields(old: Identity, new: Identity) -> list[str]:
+    """What changed, one line a field."""
+    return difference(old.model_dump(mode="json"), new.model_dump(mode="json"))
 
 
 def _version(distribution: str) -> str:

@@ -53,6 +53,7 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
+        self._taken: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -62,9 +63,15 @@ class PagePool:
         """`count` pages, or OutOfPages and none."""
         if count > len(self._free):
             raise OutOfPages(f"{count} KV pages wanted, {len(self._free)} of {self.num_pages} free")
-        return [self._free.pop() for _ in range(count)]
+        pages = [self._free.pop() for _ in range(count)]
+        self._taken.update(pages)
+        return pages
 
     def free(self, pages: Sequence[int]) -> None:
+        """Give pages back. Raises ValueError, and frees none, for a page that is not taken."""
+        if wrong := [page for page in pages if page not in self._taken]:
+            raise ValueError(f"pages {wrong[:5]} are not taken: freeing one twice would give it to two sequences")
+        self._taken.difference_update(pages)
         self._free.extend(reversed(pages))
 
 

@@ -22,9 +22,8 @@ from attention.model_config import read_config, resolve_dtype
 from data.requests import Bucket, lengths, read_traffic, scale, shape_weights
 from gates import baseline as gate
 from gates.statistics import mean_interval
-from tasks.context import Context, Side, StageOutcome
+from tasks.context import SIDES, Context, Side, StageOutcome
 from tasks.environment import Job, Worker
-from tasks.fingerprint import SIDES
 
 DECODE_BATCH = 4
 SAME_MARGIN = 0.05  # below this a difference on shared cores says nothing

@@ -19,6 +19,7 @@ from gates.verdict import GateReport
 from tasks.record import HeldLease, Record, RecordStore
 
 Side = Literal["champion", "candidate"]
+SIDES: tuple[Side, ...] = ("champion", "candidate")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import hashlib
 import json
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from pydantic import BaseModel
 
 from data.environment import Environment
 from data.paths import repo_dir
+from tasks.context import SIDES, Context, Side
 from tasks.files import write_atomically
 
 TIMEOUT_S = 1800.0
@@ -75,6 +76,13 @@ def measure_all(jobs: Sequence[Job], folder: Path, *, at_once: int = 2) -> list[
     with ThreadPoolExecutor(max_workers=at_once) as pool:
         futures = [pool.submit(measure, job, folder) for job in jobs]
     return [future.result() for future in futures]
+
+
+def measure_sides(context: Context, job_of: Callable[[Side], BaseModel]) -> dict[Side, dict[str, Any]]:
+    """The same verb for both sides, each in its own environment, side by side."""
+    jobs = {side: job_of(side) for side in SIDES}
+    named = [Job(f"{job.verb}-{side}", job, context.environment(side)) for side, job in jobs.items()]  # type: ignore[attr-defined]
+    return dict(zip(SIDES, measure_all(named, context.work), strict=True))
 
 
 def _run(command: list[str], log: Path, timeout_s: float) -> int:

@@ -14,7 +14,7 @@ from data.requests import TrafficRequest
 from gates import expand as gate
 from gates.served import Span
 from tasks.context import Context, StageOutcome
-from tasks.instances import candidate_command
+from tasks.instances import command_of
 from tasks.moves import move, settle
 from tasks.record import Deployed, Record, Shares
 from tasks.router import EnvoyRouter
@@ -71,7 +71,7 @@ def hand_over(context: Context, router: EnvoyRouter, fingerprint_id: str, backen
             model_path=str(context.cell.model_path),
             policy=str(context.candidate.policy_path),
             environment=context.candidate.candidate.environment,
-            command=candidate_command(context),
+            command=command_of(context, "candidate"),
             instance=record.candidate_instance,
             promoted_at=time.time(),
         )

@@ -7,10 +7,11 @@ compare under equal load.
 from __future__ import annotations
 
 import time
+from typing import Literal
 
 from attention.job import Setup
 from data.environment import Environment
-from tasks.context import Context
+from tasks.context import Context, Side
 from tasks.environment import serve_command
 from tasks.envoy_config import Role
 from tasks.processes import free_port, list_processes, start_instance, stop_process, wait_ready
@@ -42,25 +43,15 @@ def command(
     )
 
 
-def candidate_command(context: Context) -> list[str]:
+def command_of(context: Context, role: Literal["candidate", "control"]) -> list[str]:
+    """The command line of this release's candidate, or of its control: one more champion."""
+    side: Side = "candidate" if role == "candidate" else "champion"
     return command(
-        context.setup("candidate"),
-        context.environment("candidate"),
+        context.setup(side),
+        context.environment(side),
         release_id=context.release_id,
-        side="candidate",
-        instance=f"candidate-{context.release_id}",
-        lake=str(context.lake),
-        gpu=context.cell.gpu,
-    )
-
-
-def _control_command(context: Context) -> list[str]:
-    return command(
-        context.setup("champion"),
-        context.environment("champion"),
-        release_id=context.release_id,
-        side="control",
-        instance=f"control-{context.release_id}",
+        side=role,
+        instance=f"{role}-{context.release_id}",
         lake=str(context.lake),
         gpu=context.cell.gpu,
     )
@@ -72,8 +63,7 @@ def start(context: Context, router: Router) -> tuple[Instance, Instance]:
     Raises ProcessError when one does not become ready; the message quotes its reasons.
     """
     reap(context)
-    candidate = _launch(context, "candidate", candidate_command(context))
-    control = _launch(context, "control", _control_command(context))
+    candidate, control = _launch(context, "candidate"), _launch(context, "control")
 
     def note(record: Record) -> None:
         record.candidate_instance, record.control_instance = candidate, control
@@ -88,7 +78,8 @@ def start(context: Context, router: Router) -> tuple[Instance, Instance]:
     return candidate, control
 
 
-def _launch(context: Context, role: str, run: list[str]) -> Instance:
+def _launch(context: Context, role: Literal["candidate", "control"]) -> Instance:
+    run = command_of(context, role)
     return start_instance(context.folder, f"{role}-{context.release_id}", role, run, free_port())
 
 

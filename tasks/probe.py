@@ -7,21 +7,13 @@ import json
 from attention.job import ProbeJob
 from gates import probe as gate
 from tasks.context import Context, StageOutcome
-from tasks.environment import Job, measure_all
-from tasks.fingerprint import SIDES
+from tasks.environment import measure_sides
 
 
 def run(context: Context) -> StageOutcome:
     """Probe in each environment; every required cell of the candidate's chain must have passed."""
-    jobs = [
-        Job(
-            f"probe-{side}",
-            ProbeJob(setup=context.setup(side), evidence=context.evidence(side)),
-            context.environment(side),
-        )
-        for side in SIDES
-    ]
-    _, found = measure_all(jobs, context.work)
+    sides = measure_sides(context, lambda side: ProbeJob(setup=context.setup(side), evidence=context.evidence(side)))
+    found = sides["candidate"]
     resolved = sorted(set(found["resolved"].values()))
     # Whoever may stand in for a resolved backend must have passed as well.
     executed = {r["backend"] for r in found["results"] if r["level"] == "execute"}

@@ -14,9 +14,8 @@ from attention.job import BusinessPlan, CompareJob, ModelPlan, Prompt, ReplayJob
 from data.golden_set import GoldenPrompt, load_golden, sample
 from data.requests import read_traffic
 from gates import replay as gate
-from tasks.context import Context, Side, StageOutcome
-from tasks.environment import Job, measure, measure_all
-from tasks.fingerprint import SIDES
+from tasks.context import SIDES, Context, Side, StageOutcome
+from tasks.environment import Job, measure, measure_sides
 from tasks.grade import grade
 
 SAMPLE_SEED = 20261129  # of golden prompts and traffic: the same choice in every release of a plan
@@ -26,8 +25,7 @@ def run(context: Context) -> StageOutcome:
     """Record all layers (two processes at a time), compare, grade, judge."""
     golden = sample(load_golden().prompts, context.plan.replay.golden_prompts, SAMPLE_SEED)
     prompts = _model_prompts(context)
-    jobs = [_job(context, side, prompts, golden) for side in SIDES]
-    results = dict(zip(SIDES, measure_all(jobs, context.work), strict=True))
+    results = measure_sides(context, lambda side: _job(context, side, prompts, golden))
     context.say(f"replay: tensor {results['candidate']['cases']} cases a side")
     compared = measure(_compare(context, prompts, results), context.work)
     context.say(f"replay: model {compared['positions']} positions through one lm_head")
@@ -60,7 +58,7 @@ def _model_prompts(context: Context) -> tuple[Prompt, ...]:
     )
 
 
-def _job(context: Context, side: Side, prompts: tuple[Prompt, ...], golden: list[GoldenPrompt]) -> Job:
+def _job(context: Context, side: Side, prompts: tuple[Prompt, ...], golden: list[GoldenPrompt]) -> ReplayJob:
     plan = context.plan.replay
     asked = tuple(
         Prompt(
@@ -72,14 +70,13 @@ def _job(context: Context, side: Side, prompts: tuple[Prompt, ...], golden: list
         )
         for g in golden
     )
-    job = ReplayJob(
+    return ReplayJob(
         setup=context.setup(side),
         evidence=context.evidence(side),
         tensor=TensorPlan(seeds=tensor_seeds(context), max_kv_len=plan.max_kv_len),
         model=ModelPlan(prompts=prompts, max_tokens=plan.model_tokens, decode_tokens=plan.decode_tokens),
         business=BusinessPlan(prompts=asked),
     )
-    return Job(f"replay-{side}", job, context.environment(side))
 
 
 def _compare(context: Context, prompts: tuple[Prompt, ...], results: dict[Side, dict[str, Any]]) -> Job:

@@ -45,7 +45,9 @@ def rows(
             tokens = left.get_tensor(f"{prompt_id}/tokens").long()
             if not torch.equal(tokens, right.get_tensor(f"{prompt_id}/tokens").long()):
                 raise UserError(f"recordings differ in the tokens of {prompt_id}; record both again")
-            prompt = prompts[prompt_id]
+            prompt = prompts.get(prompt_id)
+            if prompt is None:
+                raise UserError(f"recording {champion} holds {prompt_id}, which is none of the job's prompts")
             for mode in ("prefill", "decode"):
                 a_RD, b_RD = (side.get_tensor(f"{prompt_id}/{mode}") for side in (left, right))
                 first = len(tokens) - len(a_RD)

@@ -47,8 +47,9 @@ def record(runner: Runner, plan: ModelPlan, out: Path, progress: Progress = lamb
         finally:
             for table in tables:
                 runner.pool.free(table)
-        for (prompt_id, _), hidden in zip(batch, decoded, strict=True):
-            tensors[f"{prompt_id}/decode"] = hidden
+        for (prompt_id, _), states in zip(batch, decoded, strict=True):
+            scored = tensors[f"{prompt_id}/prefill"]
+            tensors[f"{prompt_id}/decode"] = torch.stack(states) if states else scored[:0]
         progress(at + len(batch), len(pairs))
     out.mkdir(parents=True, exist_ok=True)
     path = out / "hidden.safetensors"
@@ -56,8 +57,10 @@ def record(runner: Runner, plan: ModelPlan, out: Path, progress: Progress = lamb
     return path
 
 
-def _decode(runner: Runner, texts: list[list[int]], tables: list[tuple[int, ...]], forced: int) -> list[torch.Tensor]:
-    """Hidden states [n, hidden] of the last n = min(forced, length - 1) tokens of each text, all texts in one
+def _decode(
+    runner: Runner, texts: list[list[int]], tables: list[tuple[int, ...]], forced: int
+) -> list[list[torch.Tensor]]:
+    """Hidden states [hidden] of the last n = min(forced, length - 1) tokens of each text, all texts in one
     batch, as a server decodes them. The cache holds every token already; each step writes its own anew."""
     starts = [len(ids) - min(forced, len(ids) - 1) for ids in texts]
     rows: list[list[torch.Tensor]] = [[] for _ in texts]
@@ -69,4 +72,4 @@ def _decode(runner: Runner, texts: list[list[int]], tables: list[tuple[int, ...]
             break
         for i, hidden in zip(alive, runner.forward(chunks), strict=True):
             rows[i].append(hidden.float())
-    return [torch.stack(states) for states in rows]
+    return rows

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from attention import startup
-from attention.fingerprint import ENVIRONMENT, Fingerprint, difference, fingerprint, gpu_name
+from attention.fingerprint import ENVIRONMENT, Fingerprint, changed_fields, fingerprint, gpu_name
 from attention.job import Setup
 from attention.model import Chunk, Runner
 from attention.policy import Policy
@@ -59,7 +59,7 @@ def test_two_fresh_processes_and_this_one_agree_before_and_after_a_forward(
     texts = [child.communicate(timeout=120)[0] for child in children]
     assert [child.returncode for child in children] == [0, 0]
     found = [Fingerprint.model_validate_json(text) for text in texts]
-    assert [difference(before.identity, one.identity) for one in found] == [[], []]
+    assert [changed_fields(before.identity, one.identity) for one in found] == [[], []]
     assert {one.id for one in found} == {before.id}
     for text in (*texts, before.model_dump_json(), after.model_dump_json()):
         for name, value in SECRETS.items():
@@ -83,7 +83,7 @@ def test_every_change_gives_another_id_and_a_line_that_says_so(
 ) -> None:
     old, new = take(), take(**changes)
     assert old.id != new.id
-    assert line in difference(old.identity, new.identity)
+    assert line in changed_fields(old.identity, new.identity)
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)
@@ -95,7 +95,7 @@ def test_a_named_environment_variable_changes_the_id(
     monkeypatch.setenv(name, "7")
     new = take()
     assert old.id != new.id
-    assert difference(old.identity, new.identity) == [f"environment.{name}: absent -> 7"]
+    assert changed_fields(old.identity, new.identity) == [f"environment.{name}: absent -> 7"]
 
 
 def test_any_other_environment_variable_does_not_enter(
@@ -116,7 +116,7 @@ def test_the_number_of_threads_changes_the_id(take: Callable[..., Fingerprint]) 
         new = take()
     finally:
         torch.set_num_threads(threads)
-    assert difference(old.identity, new.identity) == [f"num_threads: {threads} -> {threads + 1}"]
+    assert changed_fields(old.identity, new.identity) == [f"num_threads: {threads} -> {threads + 1}"]
     assert old.id != new.id == Fingerprint.model_validate_json(new.model_dump_json()).id
 
 
@@ -127,7 +127,7 @@ def test_a_switch_that_forbids_a_kernel_changes_the_id(take: Callable[..., Finge
         new = take()
     finally:
         torch.backends.cuda.enable_flash_sdp(True)
-    assert difference(old.identity, new.identity) == ["switches.flash_sdp: true -> false"]
+    assert changed_fields(old.identity, new.identity) == ["switches.flash_sdp: true -> false"]
 
 
 def test_other_weights_are_another_revision(tiny_model: Path, tmp_path: Path) -> None:
@@ -164,13 +164,13 @@ def test_it_knows_the_model_and_the_machine(take: Callable[..., Fingerprint]) ->
 
 
 def test_equal_fingerprints_differ_in_nothing(take: Callable[..., Fingerprint]) -> None:
-    assert difference(take().identity, take().identity) == []
+    assert changed_fields(take().identity, take().identity) == []
 
 
 def test_a_difference_names_the_distribution(take: Callable[..., Fingerprint]) -> None:
     old = take().identity
     new = old.model_copy(update={"distributions": {**old.distributions, "torch": "9.9+abc", "extra": "1+def"}})
-    assert difference(old, new) == [
+    assert changed_fields(old, new) == [
         "distributions.extra: absent -> 1+def",
         f"distributions.torch: {old.distributions['torch']} -> 9.9+abc",
     ]

@@ -146,6 +146,16 @@ def test_a_pool_gives_each_page_once_and_all_or_nothing() -> None:
     assert pool.alloc(2) == first, "the last pages freed are the first given"
 
 
+def test_a_page_is_freed_once() -> None:
+    pool = PagePool(4)
+    first, second = pool.alloc(2)
+    pool.free([first])
+    for wrong in ([first], [second, first], [3]):
+        with pytest.raises(ValueError, match="not taken"):
+            pool.free(wrong)
+    assert pool.num_free == 3
+
+
 def test_layers_are_read_from_the_config_without_weights(tmp_path: Path) -> None:
     config = {
         "num_attention_heads": 8,

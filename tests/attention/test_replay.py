@@ -53,6 +53,17 @@ def champion(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return model.record(runner, PLAN, tmp_path_factory.mktemp("champion"))
 
 
+def test_a_text_of_one_token_has_nothing_to_force(make_runner: Make, tmp_path: Path) -> None:
+    path = model.record(make_runner(), PLAN.model_copy(update={"max_tokens": 1}), tmp_path)
+    with safe_open(path, framework="pt") as file:
+        assert [len(file.get_tensor(f"p0/{mode}")) for mode in ("prefill", "decode")] == [1, 0]
+
+
+def test_a_recording_of_another_plan_is_refused(tiny_model: Path, champion: Path) -> None:
+    with pytest.raises(UserError, match="holds p0, which is none of the job's prompts"):
+        list(compare.rows(champion, champion, compare.lm_head(tiny_model), {}, 10))
+
+
 def test_a_recording_holds_every_token_once_in_each_mode_and_gives_its_pages_back(
     make_runner: Make, tmp_path: Path
 ) -> None:
