@@ -2,8 +2,9 @@
 
 While a release holds traffic, everything goes back to the champion. Otherwise the champion itself is
 what is complained of, and `previous` takes its place: at once if its instance is still warm, after a
-start if not. The order is that of DESIGN 4.4: share 0 confirmed by the router, mirror off, evidence,
-mark; what was rolled back stays warm. The record is written once before the router, which takes
+start if not. A second call is not the way back: what was rolled back serves again only by `--to`. The
+order is that of DESIGN 4.4: share 0 confirmed by the router, mirror off, evidence, mark; what was
+rolled back stays warm. The record is written once before the router, which takes
 milliseconds and fences out a release under way; if it cannot be written, traffic moves all the same.
 
 Needs neither Prefect nor MLflow nor the lake nor torch; pyarrow is imported after the share is 0.
@@ -21,7 +22,7 @@ from attention.errors import UserError, nearest
 from data.paths import cell_dir, cells
 from tasks.events import write_event
 from tasks.processes import ProcessError, free_port, is_alive, start_instance, stop_process, wait_ready
-from tasks.record import Attempt, Instance, Record, RecordStore, State
+from tasks.record import Attempt, Deployed, Instance, Record, RecordStore, State
 from tasks.router import EnvoyRouter
 
 LOCK_S = 0.2  # a stopped process that holds the record's lock delays a rollback by no more than this
@@ -52,9 +53,9 @@ def rollback(gpu: str, family: str, *, to: str | None = None, reason: str) -> Ro
     """Take all traffic from the release under way, or from the champion, and mark it rolled back.
 
     `to`: release id of the champion (ends a release under way) or of previous; by default whichever
-    undoes what users get now. Raises UserError (unknown cell or release, nothing to go back to, a
-    record that is not one: traffic is then already at 100/0/0), RouterError (not confirmed: run it
-    again) and ProcessError (previous could not be started). What else goes wrong is printed.
+    undoes what users get now, and never what was rolled back before. Raises UserError (unknown cell or
+    release, nothing to go back to, a record that is not one: traffic is then already at 100/0/0),
+    RouterError (not confirmed: run it again) and ProcessError (previous could not be started). What else goes wrong is printed.
     """
     started = time.monotonic()
     cell = cell_dir(gpu, family)
@@ -139,14 +140,21 @@ def _target(record: Record, router: EnvoyRouter, to: str | None) -> Target:
     if champion is None:
         raise UserError(f"{record.gpu} {record.family} has no champion: there is nothing to roll back to")
     exposed = record.exposed() or router.exposed()
-    under_way = exposed or record.lease_live() or record.state == "held"
+    half_done = record.state == "rolling_back" and previous is not None and record.release_id == previous.release_id
+    under_way = exposed or half_done or record.lease_live() or record.state == "held"
+    spent = previous is not None and _taken_out(record, champion, previous)
     if to is None:
-        if exposed or (previous is None and under_way):
+        if exposed or half_done or (under_way and (previous is None or spent)):
             return "champion"
         if previous is None:
             raise UserError(
                 f"{champion.release_id} serves {record.gpu} {record.family} and there is no previous release "
                 "to go back to: release another candidate"
+            )
+        if spent:
+            raise UserError(
+                f"{previous.release_id} is already rolled back and {champion.release_id} serves {record.gpu} "
+                f"{record.family}: `--to {previous.release_id}` to go forward again"
             )
         return "previous"
     if to == champion.release_id:
@@ -157,6 +165,16 @@ def _target(record: Record, router: EnvoyRouter, to: str | None) -> Target:
         return "previous"
     known = [champion.release_id] + ([previous.release_id] if previous is not None else [])
     raise UserError(f"cannot roll back to {to}: {nearest(to, known)}")
+
+
+def _taken_out(record: Record, champion: Deployed, previous: Deployed) -> bool:
+    """Whether previous became that by a rollback, and not by the promotion of the champion."""
+    return any(
+        attempt.release_id == previous.release_id
+        and attempt.state == "rolled_back"
+        and attempt.time > champion.promoted_at
+        for attempt in record.attempts
+    )
 
 
 def _living_champion(record: Record) -> Instance | None:
