@@ -21,10 +21,11 @@ from typing import Literal
 from attention.errors import UserError, nearest
 from data.paths import cell_dir, cells
 from tasks.events import write_event
-from tasks.processes import ProcessError, free_port, is_alive, start_instance, stop_process, wait_ready
+from tasks.processes import ProcessError, answers, free_port, is_alive, start_instance, stop_process, wait_ready
 from tasks.record import Attempt, Deployed, Instance, Record, RecordStore, State
 from tasks.router import EnvoyRouter
 
+ANSWER_S, PATIENT_S = 0.3, 2.0  # that a warm previous is given to answer /health, first and last
 LOCK_S = 0.2  # a stopped process that holds the record's lock delays a rollback by no more than this
 START_S = 180.0  # for a previous that is not warm
 
@@ -187,13 +188,17 @@ def _ready_previous(router: EnvoyRouter, record: Record) -> Instance | None:
     previous = record.previous
     assert previous is not None
     warm = previous.instance
-    if warm is not None and is_alive(warm.pid, warm.started):
+    if warm is not None and _answers(warm, ANSWER_S):
         return warm
-    if router.process() is None:
-        return None
-    if router.exposed():  # a start takes its time: no candidate keeps traffic meanwhile
+    served = router.process() is not None
+    if served and router.exposed():  # what follows takes its time: no candidate keeps traffic meanwhile
         router.revert(router.held_generation())
+    if warm is not None and _answers(warm, PATIENT_S):  # a machine under load: cheaper than a start
+        return warm
     name = warm.name if warm is not None else f"previous-{previous.release_id}"
+    stop_process(router.cell, name, grace_s=0)  # where it hangs: it serves nobody
+    if not served:
+        return None
     print(f"rollback: {name} is not warm: starting it", file=sys.stderr)
     started = start_instance(router.cell, name, "champion", previous.command, free_port())
     try:
@@ -202,6 +207,10 @@ def _ready_previous(router: EnvoyRouter, record: Record) -> Instance | None:
         stop_process(router.cell, name)
         raise
     return started
+
+
+def _answers(instance: Instance, wait_s: float) -> bool:
+    return is_alive(instance.pid, instance.started) and answers(instance.port, wait_s)
 
 
 def _begin(order: _Order) -> Callable[[Record], None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ from attention.errors import UserError
 from data.paths import lake_dir, repo_dir
 from flows.rollback import rollback
 from tasks.files import locked
-from tasks.processes import free_port, is_alive, list_processes, stop_processes
+from tasks.processes import free_port, is_alive, list_processes, start_ticks, stop_processes
 from tasks.record import LeaseLostError, Record, RecordStore, Shares
 from tasks.router import EnvoyRouter, RouterError
 from tests.stub_cell import FAMILY, GPU, StubCell, deployed
@@ -138,6 +140,26 @@ def test_a_previous_that_is_not_warm_is_started_first(cell: StubCell, capsys: py
     done = rollback(GPU, FAMILY, reason="cold")
     assert (done.serves, cell.served_by()) == ("r1", "r1")
     assert "champion-r1 is not warm: starting it" in capsys.readouterr().err
+
+
+def test_a_previous_that_hangs_is_not_warm_and_is_started_anew(
+    cell: StubCell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hung = cell.pids()["champion-r1"]
+    os.kill(hung, signal.SIGSTOP)
+    done = rollback(GPU, FAMILY, reason="both are ill")
+    assert (done.serves, cell.served_by()) == ("r1", "r1")
+    assert "champion-r1 is not warm: starting it" in capsys.readouterr().err
+    assert cell.pids()["champion-r1"] != hung and start_ticks(hung) is None
+
+
+def test_a_previous_that_is_merely_slow_to_answer_is_kept(cell: StubCell) -> None:
+    """Continued between the first question and the second."""
+    slow = cell.pids()["champion-r1"]
+    os.kill(slow, signal.SIGSTOP)
+    threading.Timer(0.8, os.kill, (slow, signal.SIGCONT)).start()
+    assert rollback(GPU, FAMILY, reason="a busy machine").serves == "r1"
+    assert cell.pids()["champion-r1"] == slow and cell.served_by() == "r1"
 
 
 def test_a_rollback_can_itself_be_rolled_back(cell: StubCell) -> None:
