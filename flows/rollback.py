@@ -56,7 +56,8 @@ def rollback(gpu: str, family: str, *, to: str | None = None, reason: str) -> Ro
     `to`: release id of the champion (ends a release under way) or of previous; by default whichever
     undoes what users get now, and never what was rolled back before. Raises UserError (unknown cell or
     release, nothing to go back to, a record that is not one: traffic is then already at 100/0/0),
-    RouterError (not confirmed: run it again) and ProcessError (previous could not be started). What else goes wrong is printed.
+    RouterError (not confirmed: run it again) and ProcessError (previous could not be started). What else
+    goes wrong is printed.
     """
     started = time.monotonic()
     cell = cell_dir(gpu, family)

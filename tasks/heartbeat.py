@@ -1,4 +1,4 @@
-"""The watchdog's sign of life: a file that it touches, so that a supervisor tells one that hangs from one that waits."""
+"""The watchdog's sign of life: a file that it touches, so that one that hangs is told from one that waits."""
 
 from __future__ import annotations
 

@@ -194,7 +194,9 @@ class EnvoyRouter:
 
     def held_generation(self) -> int:
         """Generation of the newest order: for a revert where the record itself cannot be used."""
-        return max(self._routes_version().generation, *(self._read_endpoint(cluster)[0].generation for cluster in CLUSTERS))
+        return max(
+            self._routes_version().generation, *(self._read_endpoint(cluster)[0].generation for cluster in CLUSTERS)
+        )
 
     def exposed(self) -> bool:
         """Whether live requests reach, or are copied to, anything but the champion, as far as is known."""

@@ -18,6 +18,7 @@ import time
 
 from attention.errors import UserError
 from data.paths import cell_dir
+from tasks.heartbeat import last_beat
 from tasks.processes import (
     answers,
     ask_health,
@@ -29,7 +30,6 @@ from tasks.processes import (
     stop_process,
     stop_processes,
 )
-from tasks.heartbeat import last_beat
 from tasks.record import Deployed, Instance, Record, RecordStore
 from tasks.router import NAME as ENVOY
 from tasks.router import EnvoyRouter, RouterError
