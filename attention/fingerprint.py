@@ -17,7 +17,6 @@ import platform
 import socket
 import sys
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +107,13 @@ def fingerprint(
 ) -> Fingerprint:
     """Fingerprint of this process serving that model under that policy."""
     from attention.model import DTYPES, specs_of
-    from attention.model_config import read_config
+    from attention.model_config import model_revision, read_config
 
     config, spec = read_config(model_path), specs_of(model_path, dtype)
     first = spec[0]
     identity = Identity(
         model_id=model_path.name,
-        model_revision=_revision(model_path),
+        model_revision=model_revision(model_path),
         gpu=gpu_name(device),
         compute_capability=_capability(device),
         platform=_platform(device),
@@ -188,23 +187,6 @@ def _version(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "source"
-
-
-@cache
-def _revision(model_path: Path) -> str:
-    """Hash of the model's files: name and size of all, content of the small ones and of each shard's ends."""
-    digest = hashlib.sha256()
-    for path in sorted(p for p in model_path.iterdir() if p.is_file()):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}\n".encode())
-        with path.open("rb") as file:
-            if size <= 1 << 24:
-                digest.update(file.read())
-            else:
-                digest.update(file.read(1 << 20))
-                file.seek(-(1 << 20), os.SEEK_END)
-                digest.update(file.read())
-    return digest.hexdigest()[:12]
 
 
 def _platform(device: str) -> str:

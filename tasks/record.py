@@ -59,7 +59,7 @@ class Deployed(_Model):
     release_id: str
     candidate: str
     candidate_file: str
-    identity: str  # hash of candidate, policy, plan and environment
+    identity: str  # see data/candidate.py
     fingerprint_id: str | None
     backends: dict[str, str]  # phase -> resolved backend
     model_path: str
