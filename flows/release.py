@@ -129,6 +129,9 @@ def _release_cell(
     resumed = lifecycle.resumable(record, loaded)
     release_id = record.release_id if resumed and record.release_id else new_release_id(loaded.candidate.name)
     with _terminated_like_interrupted(), store.hold(release_id) as lease:
+        serving = store.load().champion
+        if (serving and serving.release_id) != (record.champion and record.champion.release_id):
+            raise UserError(f"another release of {cell.gpu} {cell.family} ended just now: run the command again")
         context = Context(
             release_id=release_id,
             cell=cell,
@@ -152,6 +155,7 @@ class _Release:
         self.tracker = Tracker(context.cell.gpu, context.cell.family, context.lake, context.release_id)
         self.run_id: str | None = None
         self.failed_gate: str | None = None
+        self.overruled: str | None = None  # who took the release's lease: the record is theirs then
         self._router_before = 0  # requests that Envoy sent to a candidate before this release
         # Pictures and MLflow's copies decide nothing, so they are made beside the next stage.
         self._copies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copies")
@@ -173,7 +177,8 @@ class _Release:
         except LeaseLostError as error:
             # A rollback or the watchdog has moved traffic already; the record is theirs now, and the
             # candidate stays warm for whoever looks into it.
-            context.say(f"stopped: {error}")
+            self.overruled = f"stopped: {error}"
+            context.say(self.overruled)
             instances.stop(context, self.router, keep_candidate=True)
         except UserError as error:
             self._end("held", f"set-up: {error}")
@@ -428,9 +433,9 @@ class _Release:
             candidate=self.context.candidate.candidate.name,
             gpu=self.context.cell.gpu,
             family=self.context.cell.family,
-            state=str(record.state),
+            state=str(record.state) if self.overruled is None else "held",
             failed_gate=self.failed_gate,
-            reason=record.reason,
+            reason=self.overruled or record.reason,
             gates=_gates(story, record),
             champion=record.champion.candidate if record.champion else None,
             previous=record.previous.candidate if record.previous else None,
