@@ -45,6 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # a disk that is full or read only, a name that is too long
+        print(f"error: {UserError.of_system(error)}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 
@@ -178,7 +181,7 @@ def _read_fingerprint(path: Path) -> Any:
     from attention.fingerprint import Fingerprint
 
     try:
-        return Fingerprint.model_validate_json(path.read_text())
+        return Fingerprint.model_validate_json(path.read_bytes())
     except OSError as error:
         raise UserError(f"fingerprint {path}: cannot be read ({error.strerror})") from error
     except ValidationError as error:

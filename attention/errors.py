@@ -4,12 +4,59 @@ from __future__ import annotations
 
 import difflib
 import os
+import reprlib
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 
 class UserError(ValueError):
-    """Bad input or set-up. The command line prints its text alone and exits 2, without a traceback."""
+    """Bad input or set-up. The command line prints its text alone and exits 2, without a traceback.
+
+    One line, whatever a name in it holds: line breaks become spaces, control characters are escaped.
+    """
+
+    def __str__(self) -> str:
+        text = " ".join(super().__str__().split())
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+    @classmethod
+    def of_system(cls, error: OSError) -> UserError:
+        """What the system refused, with the file that it was about."""
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return cls(f"{where}{error.strerror or error}")
+
+
+class EvidenceError(UserError):
+    """Evidence that cannot be read: a gate makes an error of it, a command its one line."""
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, 80, 80, 80
+
+
+def shown(value: object) -> str:
+    """`repr` of a value that a person gave, kept short: aliases in YAML can make one that never ends."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return f"a {type(value).__name__} too long to show"
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file is there; False for a name that can be none (too long, a NUL) or that may not be looked at."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_dir(path: Path) -> bool:
+    """The same of a folder."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

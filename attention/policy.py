@@ -10,20 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from attention.backends import expand
 from attention.cases import AttentionCase, Phase
-from attention.errors import UserError, nearest
+from attention.errors import UserError, is_dir, is_file, nearest, shown
 from attention.reasons import Code, Reason
+from attention.yaml_file import read_yaml
 
 Mode = Literal["auto", "preferred-with-fallback", "pinned"]
 Feature = Literal["causal", "sliding_window", "softcap", "alibi", "custom_mask", "sinks"]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Budget(_Strict):
@@ -41,6 +41,14 @@ class Override(_Strict):
     phase: Phase
     kv_len: tuple[int | None, int | None] = (None, None)
     preferred: tuple[str, ...] = Field(min_length=1)
+
+    @field_validator("kv_len")
+    @classmethod
+    def _not_empty(cls, kv_len: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+        low, high = kv_len
+        if (low or 0) < 0 or (high is not None and high <= (low or 0)):
+            raise ValueError("[low, high) holds no length: 0 <= low < high, null for open")
+        return kv_len
 
     def covers(self, phase: str, kv_len: int) -> bool:
         low, high = self.kv_len
@@ -170,13 +178,11 @@ class _File(_Strict):
 
 def load_policy(path: Path) -> Policy:
     """The policy of a YAML file. UserError names the file, the key and what is wrong with it."""
-    if not path.is_file():
-        near = nearest(path.name, (p.name for p in path.parent.glob("*.yaml"))) if path.parent.is_dir() else ""
+    if not is_file(path):
+        near = nearest(path.name, (p.name for p in path.parent.glob("*.yaml"))) if is_dir(path.parent) else ""
         raise UserError(f"policy {path}: no such file; {near}".rstrip("; "))
     try:
-        return _File.model_validate(yaml.safe_load(path.read_text())).attention_policy
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+        return _File.model_validate(read_yaml(path)).attention_policy
     except ValidationError as error:
         raise UserError(f"{path}: {describe(error)}") from error
 
@@ -194,4 +200,4 @@ def describe(error: ValidationError) -> str:
         return f"{where}: unknown key; {nearest(str(first['loc'][-1]), known)}"
     if first["type"] == "missing":
         return f"{where}: this key is missing"
-    return f"{where}: {first['msg'].removeprefix('Value error, ')} (got {first['input']!r})"
+    return f"{where}: {first['msg'].removeprefix('Value error, ')} (got {shown(first['input'])})"

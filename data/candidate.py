@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from attention.errors import UserError, nearest
+from attention.errors import UserError, is_dir, is_file, nearest, shown
 from attention.faults import check_fault
 from attention.model_config import model_revision
+from attention.yaml_file import read_yaml
 from data.environment import load_environment
-from data.paths import GOLDEN_FILE, candidates_dir, family_of, model_path, repo_dir
+from data.paths import GOLDEN_FILE, candidates_dir, check_part, family_of, model_path, repo_dir
 from data.plan import Plan, load_plan
 
 DRILL_FOLDER = "drill"
+MIXES = ("chat", "code", "long-context", "reasoning")
 
 
 class _Strict(BaseModel):
@@ -27,10 +29,20 @@ class _Strict(BaseModel):
 class Wave(_Strict):
     """One step of the expansion: a GPU model and the models on it. `cpu` is a GPU model here."""
 
-    gpu: str = Field(min_length=1)
+    gpu: str
     models: tuple[str, ...] = Field(min_length=1)  # folder names of data/models, or paths
     family: str | None = None  # default: the folder name up to its first dash
     approval: bool = False  # hold until `python -m flows approve RELEASE`
+
+    @field_validator("gpu")
+    @classmethod
+    def _gpu_names_a_cell(cls, gpu: str) -> str:
+        return check_part("gpu", gpu)
+
+    @field_validator("family")
+    @classmethod
+    def _family_names_a_cell(cls, family: str | None) -> str | None:
+        return None if family is None else check_part("family", family)
 
 
 class TrafficSource(_Strict):
@@ -38,6 +50,13 @@ class TrafficSource(_Strict):
 
     source: str
     mix: str = "chat"
+
+    @field_validator("mix")
+    @classmethod
+    def _mix_is_known(cls, mix: str) -> str:
+        if mix not in MIXES:
+            raise ValueError(f"unknown mix; {nearest(mix, MIXES)}")
+        return mix
 
 
 class Candidate(_Strict):
@@ -97,6 +116,7 @@ def load_candidate(path: Path) -> Loaded:
     traffic_path = _find(path, "traffic.source", candidate.traffic.source)
     plan = load_plan(candidate.plan)
     cells = tuple(_cell(path, wave, model) for wave in candidate.waves for model in wave.models)
+    _check_cells(path, cells)
     parts = [
         candidate.model_dump_json(exclude={"name"}),
         policy_path.read_text(),
@@ -133,14 +153,11 @@ def candidate_named(name: str) -> Path:
 
 
 def _parse(path: Path) -> Candidate:
-    if not path.is_file():
+    if not is_file(path):
         folder = repo_dir() / "data" / "candidates"
         known = [str(p.relative_to(repo_dir())) for p in folder.rglob("*.yaml")]
         raise UserError(f"candidate {path}: no such file; {nearest(str(path), known)}")
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    content = read_yaml(path)
     if not isinstance(content, dict):
         raise UserError(f"{path}: a candidate is a mapping with name, engine, environment, policy, waves, traffic")
     try:
@@ -154,14 +171,14 @@ def _parse(path: Path) -> Candidate:
         if first["type"] == "missing":
             raise UserError(f"{path}: {where}: this key is missing") from error
         message = first["msg"].removeprefix("Value error, ")
-        raise UserError(f"{path}: {where}: {message} (got {first['input']!r})"[:400]) from error
+        raise UserError(f"{path}: {where}: {message} (got {shown(first['input'])})") from error
 
 
 def _find(candidate: Path, key: str, name: str) -> Path:
     """A file named by a candidate: relative to the repository, or absolute."""
     path = Path(name) if Path(name).is_absolute() else repo_dir() / name
-    if not path.is_file():
-        siblings = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
+    if not is_file(path):
+        siblings = [p.name for p in path.parent.glob("*")] if is_dir(path.parent) else []
         raise UserError(f"{candidate}: {key}: {name} is not there; {nearest(path.name, siblings)}".rstrip("; "))
     return path
 
@@ -172,10 +189,26 @@ def _digest(path: Path) -> str:
 
 def _cell(candidate: Path, wave: Wave, model: str) -> Cell:
     folder = model_path(model)
-    if not (folder / "config.json").is_file():
+    if not is_file(folder / "config.json"):
         raise UserError(
             f"{candidate}: waves.models: no model at {folder}; run `make model`, or name the folder of a "
             f"transformers causal LM"
         )
     family = wave.family or family_of(model)
+    try:
+        check_part("family", family)
+    except UserError as error:
+        raise UserError(f"{candidate}: waves.models: {error}, or set `family` in the wave of {model}") from error
     return Cell(gpu=wave.gpu, family=family, model=folder.name, model_path=folder, approval=wave.approval)
+
+
+def _check_cells(candidate: Path, cells: Sequence[Cell]) -> None:
+    """Two models in one cell would share its record: the second would pass for promoted with the first."""
+    seen: dict[tuple[str, str], Cell] = {}
+    for cell in cells:
+        other = seen.setdefault((cell.gpu, cell.family), cell)
+        if other is not cell:
+            raise UserError(
+                f"{candidate}: waves: {other.model} and {cell.model} are both {cell.gpu} {cell.family}, "
+                f"which one release serves; give one a wave of its own with another `family`"
+            )

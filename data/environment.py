@@ -11,10 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from attention.errors import UserError, nearest
+from attention.yaml_file import read_yaml
+from data.jsonl import first_error
 
 FOLDER = Path(__file__).parent / "environments"
 
@@ -41,7 +42,7 @@ class Environment(BaseModel):
             code = "import json;from attention.distributions import installed;print(json.dumps(installed()))"
             try:
                 done = subprocess.run([self.python, "-c", code], capture_output=True, text=True, check=True)
-            except (OSError, subprocess.CalledProcessError) as error:
+            except (OSError, ValueError, subprocess.CalledProcessError) as error:
                 raise UserError(
                     f"environment {self.name}: {self.python} cannot import attention; install the wheel there"
                 ) from error
@@ -55,7 +56,10 @@ def load_environment(name: str) -> Environment:
     known = [p.stem for p in FOLDER.glob("*.yaml")]
     if name not in known:
         raise UserError(f"environment {name!r}: not in data/environments; {nearest(name, known)}")
+    content = read_yaml(path)
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: an environment is a mapping with `interpreter`")
     try:
-        return Environment.model_validate({"name": name, **(yaml.safe_load(path.read_text()) or {})})
-    except (ValidationError, yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())[:200]}") from error
+        return Environment.model_validate({"name": name, **content})
+    except ValidationError as error:
+        raise UserError(f"{path}: {first_error(error)}") from error

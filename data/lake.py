@@ -16,14 +16,17 @@ Every file costs about a millisecond a query. Where instances write a file each 
 
 from __future__ import annotations
 
+import glob
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import duckdb
 
+from attention.errors import EvidenceError
 from attention.schemas import SCHEMAS
 
 if TYPE_CHECKING:
@@ -39,11 +42,15 @@ create macro strict_avg(x) as case when count(x) = count(*) then avg(x) end;
 class Lake:
     """The lake as it is when a table is first named; open a new one to see files that came later.
 
-    `wanted(table, file)` says which files to read; default: all.
+    `release_id`: read the evidence of that release alone, so that a broken file of another cannot matter.
+    `wanted(table, file)` says which files to read; default: all. What cannot be read is an EvidenceError.
     """
 
-    def __init__(self, path: Path, wanted: Callable[[str, Path], bool] | None = None) -> None:
+    def __init__(
+        self, path: Path, wanted: Callable[[str, Path], bool] | None = None, *, release_id: str | None = None
+    ) -> None:
         self.path = path.resolve()
+        self._release_id = release_id
         self._wanted = wanted or (lambda table, file: True)
         self._viewed: set[str] = set()
         # Extensions would be downloaded from the network on first use.
@@ -62,19 +69,33 @@ class Lake:
     def rows(self, sql: str, **parameters: Any) -> list[tuple[Any, ...]]:
         """All rows of one SELECT; `$name` in it is filled from the parameter of that name."""
         self._prepare(sql)
-        fetched: list[tuple[Any, ...]] = self._connection.execute(sql, parameters).fetchall()
+        with self._readable():
+            fetched: list[tuple[Any, ...]] = self._connection.execute(sql, parameters).fetchall()
         return fetched
 
     def frame(self, sql: str, **parameters: Any) -> pd.DataFrame:
         """The result of one SELECT as a pandas frame; SQL null becomes NaN in numeric columns."""
         self._prepare(sql)
-        result: pd.DataFrame = self._connection.execute(sql, parameters).df()
+        with self._readable():
+            result: pd.DataFrame = self._connection.execute(sql, parameters).df()
         return result
 
     def keep(self, name: str, sql: str, **parameters: Any) -> None:
         """Keep the result of one SELECT in memory as table `name`, for queries that follow."""
         self._prepare(sql)
-        self._connection.execute(f"create temp table {name} as {sql}", parameters)
+        with self._readable():
+            self._connection.execute(f"create temp table {name} as {sql}", parameters)
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """DuckDB's refusal, as one line; it names the file if it got as far as opening one."""
+        try:
+            yield
+        except duckdb.Error as error:
+            tables = ", ".join(sorted(self._viewed)) or "no table"
+            raise EvidenceError(
+                f"lake {self.path} ({tables}): {str(error)[:400]}; move a broken file out of it"
+            ) from error
 
     def _prepare(self, sql: str) -> None:
         kinds = [statement.type for statement in duckdb.extract_statements(sql)]
@@ -82,14 +103,17 @@ class Lake:
             raise ValueError(f"the lake is read only: one SELECT, not {[str(kind) for kind in kinds]}")
         for table in SCHEMAS.keys() - self._viewed:
             if re.search(rf"\b{table}\b", sql):
-                self._connection.execute(f"create view {table} as {self._select(table)}")
                 self._viewed.add(table)
+                with self._readable():
+                    self._connection.execute(f"create view {table} as {self._select(table)}")
 
     def _select(self, table: str) -> str:
         """The table's columns in the schema's order, from its files if it has any."""
         empty = f"_empty_{table}"
         self._connection.register(empty, SCHEMAS[table].empty_table())
-        files = sorted(f for f in (self.path / table).glob("release_id=*/*.parquet") if self._wanted(table, f))
+        folder = "*" if self._release_id is None else glob.escape(self._release_id)
+        found = (self.path / table).glob(f"release_id={folder}/*.parquet")
+        files = sorted(file for file in found if self._wanted(table, file))
         if not files:
             return f"select * from {empty}"  # noqa: S608 - names come from SCHEMAS
         # hive_types: an id such as 20261129 must stay text. The union gives old files the new columns.

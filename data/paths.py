@@ -8,7 +8,12 @@ ATTENTION_RELEASE_CANDIDATES (default: `data/candidates`) holds the candidates t
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+
+from attention.errors import UserError, is_dir, shown
+
+_PART = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9._])?")
 
 
 def repo_dir() -> Path:
@@ -19,8 +24,22 @@ def repo_dir() -> Path:
 GOLDEN_FILE = repo_dir() / "data" / "golden" / "golden.jsonl"
 
 
+def _named(variable: str, default: Path) -> Path:
+    """The folder that an environment variable names, `~` allowed."""
+    name = os.environ.get(variable)
+    return expanded(name).resolve() if name else default.resolve()
+
+
+def expanded(name: str) -> Path:
+    """A path with its `~`. Raises UserError for the home of somebody who has none."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{name}: {error}; write the path out") from error
+
+
 def home_dir() -> Path:
-    return Path(os.environ.get("ATTENTION_RELEASE_HOME") or repo_dir() / "data").resolve()
+    return _named("ATTENTION_RELEASE_HOME", repo_dir() / "data")
 
 
 def lake_dir() -> Path:
@@ -34,17 +53,34 @@ def state_dir() -> Path:
 
 
 def models_dir() -> Path:
-    return Path(os.environ.get("ATTENTION_RELEASE_MODELS") or repo_dir() / "data" / "models").resolve()
+    return _named("ATTENTION_RELEASE_MODELS", repo_dir() / "data" / "models")
 
 
 def candidates_dir() -> Path:
     """Candidates that a person added, and that an event or an API call may pick by name."""
-    return Path(os.environ.get("ATTENTION_RELEASE_CANDIDATES") or repo_dir() / "data" / "candidates").resolve()
+    return _named("ATTENTION_RELEASE_CANDIDATES", repo_dir() / "data" / "candidates")
 
 
 def cell_dir(gpu: str, family: str) -> Path:
-    """State of one cell (GPU model, model family): record, route files, logs, process files."""
-    return state_dir() / f"{gpu}--{family}"
+    """State of one cell (GPU model, model family): record, route files, logs, process files.
+
+    Raises UserError for names that would lead elsewhere, or could not be told apart again.
+    """
+    return state_dir() / f"{check_part('gpu', gpu)}--{check_part('family', family)}"
+
+
+def check_part(what: str, name: str) -> str:
+    """`name` if it can be half of a cell's folder. Raises UserError."""
+    if not _is_part(name):
+        raise UserError(
+            f"{what} {shown(name)}: use at most 63 of a-z, 0-9, `.`, `_` and `-`, a letter or digit first, "
+            "no `-` last and no `--`"
+        )
+    return name
+
+
+def _is_part(name: str) -> bool:
+    return _PART.fullmatch(name) is not None and "--" not in name
 
 
 def cells() -> list[tuple[str, str]]:
@@ -55,14 +91,14 @@ def cells() -> list[tuple[str, str]]:
     return sorted(
         (gpu, family)
         for gpu, mark, family in (child.name.partition("--") for child in folder.iterdir() if child.is_dir())
-        if mark
+        if mark and _is_part(gpu) and _is_part(family)
     )
 
 
 def model_path(model: str) -> Path:
     """A model named in a candidate: a folder if it is one, else a folder of `models_dir()`."""
-    direct = Path(model).expanduser()
-    return direct.resolve() if direct.is_dir() else models_dir() / model
+    direct = expanded(model)
+    return direct.resolve() if is_dir(direct) else models_dir() / model
 
 
 def family_of(model: str) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from attention.errors import UserError, nearest
+from attention.errors import UserError, is_file, nearest, shown
+from attention.yaml_file import read_yaml
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class TrafficScale(_Section):
@@ -29,8 +30,8 @@ class ReplayPlan(_Section):
     model_prompts: int = Field(ge=1)
     model_tokens: int = Field(ge=8)  # teacher-forced tokens a prompt
     decode_tokens: int = Field(ge=1)  # of these, forced one by one through the KV cache
-    golden_prompts: int | None = None  # None: all
-    golden_max_tokens: int = 24
+    golden_prompts: int | None = Field(default=None, ge=1)  # None: all
+    golden_max_tokens: int = Field(default=24, ge=1)
     min_cases: int = Field(ge=1)
     min_positions: int = Field(ge=1)
     min_golden_passes: int = Field(ge=1)  # champion's successes, over all categories
@@ -52,7 +53,7 @@ class ShadowPlan(_Section):
 
 
 class CanaryPlan(_Section):
-    steps: tuple[int, ...]
+    steps: tuple[Annotated[int, Field(ge=1, le=100)], ...]  # percent of live requests
     min_candidate_requests: int = Field(ge=1)
     window_requests: int = Field(ge=1)  # candidate requests a window
     max_extensions: int = Field(ge=0)  # times an inconclusive step may gather as much again
@@ -83,12 +84,11 @@ def load_plan(name: str) -> Plan:
     """A plan by name (data/plans/<name>.yaml) or by path. Raises UserError with what is wrong where."""
     folder = Path(__file__).parent / "plans"
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
-    if not path.is_file():
+    if not is_file(path):
         raise UserError(f"plan {name!r}: no file {path}; {nearest(name, (p.stem for p in folder.glob('*.yaml')))}")
     try:
-        return Plan.model_validate(yaml.safe_load(path.read_text()))
+        return Plan.model_validate(read_yaml(path))
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(f"{path}: {'.'.join(map(str, first['loc'])) or 'plan'}: {first['msg']}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
+        where = ".".join(map(str, first["loc"])) or "plan"
+        raise UserError(f"{path}: {where}: {first['msg']} (got {shown(first['input'])})") from error

@@ -34,8 +34,18 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on stdout")]
-Gpu = Annotated[str, typer.Option("--gpu", help="GPU model of the cell, `cpu` without one")]
-Family = Annotated[str, typer.Option("--family", help="model family of the cell, for example smollm2")]
+
+
+def _cell_part(option: typer.CallbackParam, name: str | None) -> str | None:
+    from data.paths import check_part
+
+    return None if name is None else check_part(f"--{option.name}", name)
+
+
+Gpu = Annotated[str, typer.Option("--gpu", help="GPU model of the cell, `cpu` without one", callback=_cell_part)]
+Family = Annotated[
+    str, typer.Option("--family", help="model family of the cell, for example smollm2", callback=_cell_part)
+]
 
 
 @app.command()
@@ -120,8 +130,10 @@ def up(
 
 @app.command()
 def down(
-    gpu: Annotated[str | None, typer.Option(help="only this GPU model; default: every cell")] = None,
-    family: Annotated[str | None, typer.Option(help="only this model family")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="only this GPU model; default: every cell", callback=_cell_part)
+    ] = None,
+    family: Annotated[str | None, typer.Option(help="only this model family", callback=_cell_part)] = None,
     as_json: Json = False,
 ) -> None:
     """Traffic to the champion, then stop every process of the cells."""
@@ -269,6 +281,9 @@ def main() -> int:
         return 130
     except TimeoutError as error:
         print(f"error: {error}: another command holds it; try again", file=sys.stderr)
+        return 2
+    except OSError as error:  # a disk that is full or read only, a name that is too long
+        print(f"error: {UserError.of_system(error)}", file=sys.stderr)
         return 2
     except Exception as error:  # click's usage errors, by their own text
         if hasattr(error, "format_message"):

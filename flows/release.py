@@ -126,7 +126,7 @@ def _release_cell(
     if decided is not None:
         return decided
     deployed, champion = lifecycle.champion_of(record, cell, named_champion)
-    resumed = lifecycle.resumable(record, loaded)
+    resumed = lifecycle.resumable(record, loaded, cell)
     release_id = record.release_id if resumed and record.release_id else new_release_id(loaded.candidate.name)
     with _terminated_like_interrupted(), store.hold(release_id) as lease:
         serving = store.load().champion
@@ -455,7 +455,7 @@ class _Release:
     def _candidate_requests(self) -> dict[str, int]:
         from data.lake import Lake
 
-        with Lake(self.context.lake) as lake:
+        with Lake(self.context.lake, release_id=self.context.release_id) as lake:
             [(rows,)] = lake.rows(
                 "select count(*) from requests where release_id = $id and side = 'candidate' and not shadow",
                 id=self.context.release_id,

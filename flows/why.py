@@ -131,7 +131,8 @@ def _evidence(release_id: str, stage: str, check: str) -> Evidence | None:
     name, sql = _source(stage, check)
     # A row as a struct keeps its column names.
     whole = f"select evidence_row from ({sql} limit {MAX_ROWS}) evidence_row"  # noqa: S608 - our own SQL
-    with Lake(lake_dir()) as lake:
+    # The champion's rows stand under the release that it was started by.
+    with Lake(lake_dir(), release_id=None if sql is _PARTED else release_id) as lake:
         rows = [row for (row,) in lake.rows(whole, id=release_id)]
     if not rows:
         return None

@@ -59,7 +59,7 @@ def judge(lake: Path, release_id: str, plan: Plan) -> list[Check]:
     """Judge perf_cells of this release, and that every sample behind them ran the backend it names."""
     limits = load_limits("baseline", plan.name)
     limits = limits.least(min_weight=plan.baseline.min_weight, min_blocks=plan.baseline.blocks)
-    with Lake(lake) as tables:
+    with Lake(lake, release_id=release_id) as tables:
         samples = tables.frame(_SAMPLES, release=release_id)
         num = int(samples.iloc[0]["num_samples"])
         notes = {"confirmed": Note(f"1 sample of {num}", num, str(samples.iloc[0]["others"]))}

@@ -26,10 +26,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from attention.errors import UserError
+from attention.yaml_file import read_yaml
 from gates.thresholds import Limits, Threshold
 from gates.verdict import Check, Direction, Verdict, error_check, worst
 
@@ -117,8 +117,8 @@ def load_suite(name: str, folder: Path = SUITES) -> Suite:
     """Raises UserError for a suite that is not in GX's form with our meta."""
     path = folder / f"{name}.yaml"
     try:
-        return Suite.model_validate(yaml.safe_load(path.read_text()))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        return Suite.model_validate(read_yaml(path))
+    except ValueError as error:
         raise UserError(f"{path}: not a suite: {str(error).splitlines()[0]}") from error
 
 

@@ -55,7 +55,7 @@ from measured
 def judge(lake: Path, release_id: str, plan: Plan) -> list[Check]:
     """Judge the `fingerprints` rows of both sides against every measured row of this release."""
     limits = load_limits("fingerprint", plan.name)
-    with Lake(lake) as tables:
+    with Lake(lake, release_id=release_id) as tables:
         frame = tables.frame(_SIDES, release=release_id)
         [(num_rows, num_foreign)] = tables.rows(_FOREIGN, release=release_id)
         [(num_fingerprints,)] = tables.rows(

@@ -45,7 +45,7 @@ def judge(
     recorded, and does not block.
     """
     limits = load_limits("probe", plan.name)
-    with Lake(lake) as tables:
+    with Lake(lake, release_id=release_id) as tables:
         cells = {(row[0], row[1]): row[2:] for row in tables.rows(_CELLS, release=release_id)}
     wanted = sorted(set(required))
     failed = [cell for cell in wanted if cell in cells and cells[cell][0]]

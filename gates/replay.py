@@ -113,7 +113,7 @@ from champion left join candidate using (prompt_id)
 def judge(lake: Path, release_id: str, plan: Plan) -> list[Check]:
     """Judge tensor_replay, model_replay and business_replay of this release."""
     limits = load_limits("replay", plan.name)
-    with Lake(lake) as tables:
+    with Lake(lake, release_id=release_id) as tables:
         return [
             *tensor_checks(tables, release_id, plan, limits),
             *model_checks(tables, release_id, plan, limits),

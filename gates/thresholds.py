@@ -12,10 +12,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from attention.errors import UserError, nearest
+from attention.yaml_file import read_yaml
 
 THRESHOLDS_FILE = Path(__file__).parent / "thresholds.yaml"
 
@@ -94,10 +94,7 @@ def load_limits(stage: str, plan: str, path: Path = THRESHOLDS_FILE) -> Limits:
 
 @lru_cache
 def _load(path: Path) -> tuple[dict[str, dict[str, Threshold]], dict[str, dict[str, dict[str, _Override]]]]:
-    try:
-        document = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot be read as YAML: {str(error).splitlines()[0]}") from error
+    document = read_yaml(path)
     if not isinstance(document, dict) or "default" not in document:
         raise UserError(f"{path}: has no section `default`; add the limits that hold for every plan")
     defaults = _validated(_Defaults, document.pop("default"), path, "default")

@@ -17,7 +17,7 @@ from typing import Literal, ParamSpec
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validator
 
-from attention.errors import UserError
+from attention.errors import EvidenceError, UserError
 from attention.schemas import write_rows
 
 P = ParamSpec("P")
@@ -140,9 +140,9 @@ def fail_closed(stage: str) -> Callable[[Callable[P, list[Check]]], Callable[P, 
         def judge(*args: P.args, **kwargs: P.kwargs) -> GateReport:
             try:
                 checks = list_checks(*args, **kwargs)
-            except UserError:
-                raise
             except Exception as error:
+                if isinstance(error, UserError) and not isinstance(error, EvidenceError):
+                    raise
                 text = " ".join(str(error).split())[:300]
                 checks = [error_check(stage, f"the gate itself broke: {type(error).__name__}: {text}")]
             return GateReport(stage=stage, checks=tuple(checks))

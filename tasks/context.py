@@ -68,7 +68,7 @@ class Context:
         """Id that the fingerprint stage found for a side."""
         from data.lake import Lake
 
-        with Lake(self.lake) as lake:
+        with Lake(self.lake, release_id=self.release_id) as lake:
             found = lake.rows(
                 "select fingerprint_id from fingerprints where release_id = $id and side = $side"
                 " order by time desc limit 1",

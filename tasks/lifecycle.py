@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import yaml
 from pydantic import BaseModel
 
-from attention.errors import UserError
+from attention.errors import UserError, shown
+from attention.yaml_file import read_yaml
 from data.candidate import Cell, Loaded, load_candidate
 from data.environment import load_environment
 from data.paths import candidates_dir, cell_dir, lake_dir, repo_dir
@@ -107,6 +107,11 @@ def champion_of(record: Record, cell: Cell, named: str | None) -> tuple[Deployed
         loaded = load_candidate(_candidate_file(named or _declared(cell.gpu)))
         return _incumbent(loaded, cell), loaded
     serving = record.champion
+    if not _same_model(serving, cell):
+        raise UserError(
+            f"{serving.candidate} serves {serving.model_path} on {cell.gpu} {cell.family}, not {cell.model_path}: "
+            "set another `family` in the wave of that model"
+        )
     if named is not None and load_candidate(_candidate_file(named)).candidate.name != serving.candidate:
         raise UserError(
             f"--champion {named}: {serving.candidate} serves {cell.gpu} {cell.family}; leave the option out"
@@ -124,6 +129,8 @@ def incumbent(gpu: str, family: str, named: str | None = None) -> Deployed:
 
 
 def _incumbent(loaded: Loaded, cell: Cell) -> Deployed:
+    if loaded.candidate.is_drill:
+        raise UserError(f"{loaded.file}: a drill is never champion; name a candidate without `fault`")
     release_id = f"incumbent-{loaded.candidate.name}"
     run = command(
         setup_of(loaded, cell),
@@ -152,9 +159,11 @@ def _incumbent(loaded: Loaded, cell: Cell) -> Deployed:
 
 def _declared(gpu: str) -> str:
     path = repo_dir() / "data" / "champions.yaml"
-    declared = yaml.safe_load(path.read_text()) or {}
-    if gpu not in declared:
+    declared = read_yaml(path) or {}
+    if not isinstance(declared, dict) or gpu not in declared:
         raise UserError(f"no champion serves {gpu} and {path} declares none: add `{gpu}: <candidate file>`")
+    if not isinstance(declared[gpu], str):
+        raise UserError(f"{path}: {gpu}: name one candidate file (got {shown(declared[gpu])})")
     return str(declared[gpu])
 
 
@@ -177,8 +186,16 @@ def refusal(record: Record, loaded: Loaded, *, retry: bool) -> str | None:
     return None
 
 
-def is_champion(record: Record, loaded: Loaded) -> bool:
-    return record.champion is not None and record.champion.identity == loaded.identity and not loaded.candidate.is_drill
+def is_champion(record: Record, loaded: Loaded, cell: Cell) -> bool:
+    """Whether the cell is served by this candidate with this model: other cells of it are other releases."""
+    champion = record.champion
+    if champion is None or loaded.candidate.is_drill:
+        return False
+    return champion.identity == loaded.identity and _same_model(champion, cell)
+
+
+def _same_model(deployed: Deployed, cell: Cell) -> bool:
+    return Path(deployed.model_path).resolve() == cell.model_path.resolve()
 
 
 def settled(loaded: Loaded, *, retry: bool) -> list[ReleaseResult] | None:
@@ -205,7 +222,7 @@ def settled_cell(record: Record, loaded: Loaded, cell: Cell, *, retry: bool) -> 
         champion=record.champion.candidate if record.champion else None,
         previous=record.previous.candidate if record.previous else None,
     )
-    if is_champion(record, loaded) and record.champion is not None:
+    if is_champion(record, loaded, cell) and record.champion is not None:
         reason = f"nothing changed: {loaded.candidate.name} is champion since {record.champion.release_id}"
         return result(release_id=record.champion.release_id, state="promoted", reason=reason)
     refused = refusal(record, loaded, retry=retry)
@@ -214,8 +231,10 @@ def settled_cell(record: Record, loaded: Loaded, cell: Cell, *, retry: bool) -> 
     return None
 
 
-def resumable(record: Record, loaded: Loaded) -> bool:
+def resumable(record: Record, loaded: Loaded, cell: Cell) -> bool:
     """Whether the record's release is this candidate, unchanged, and was not ended."""
+    if record.champion is not None and not _same_model(record.champion, cell):
+        return False
     return record.identity == loaded.identity and record.state in RESUMABLE and record.release_id is not None
 
 

@@ -48,7 +48,7 @@ def settle(context: Context, side: str, *, shadow: bool, since: datetime, at_lea
 
     deadline = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline:
-        with Lake(context.lake) as lake:
+        with Lake(context.lake, release_id=context.release_id) as lake:
             [(found,)] = lake.rows(
                 "select count(*) from requests where release_id = $release and side = $side and shadow = $shadow"
                 " and epoch(time) >= $since",

@@ -97,7 +97,7 @@ def with_evidence(story: Story, lake_dir: Path) -> Story:
     """The story with what the lake holds of its release: gates, events, fingerprint, confirmed backend."""
     from data.lake import Lake
 
-    with Lake(lake_dir) as lake:
+    with Lake(lake_dir, release_id=story.release_id) as lake:
         fingerprint_id, fingerprint_json = _fingerprint(lake, story.release_id)
         return story.model_copy(
             update={

@@ -10,7 +10,7 @@ def write_windows(context: Context, stage: str, share: int, span: Span, window: 
     """Rows of `canary_windows`: what each arm of the release served in the span, summed up."""
     from data.lake import Lake
 
-    with Lake(context.lake) as lake:
+    with Lake(context.lake, release_id=context.release_id) as lake:
         frame = lake.frame(
             "select side, max(fingerprint_id) as fingerprint_id, count(*) as num_requests,"
             " count(*) filter (status <> 200 or finish_reason = 'error') as num_errors,"

@@ -12,12 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from attention.cases import AttentionCase
 from attention.errors import UserError
 from attention.reasons import Code, Reason
+from attention.yaml_file import read_yaml
 
 
 class Rule(BaseModel):
@@ -78,7 +78,7 @@ def declared() -> dict[str, dict[str, Declared]]:
     """All sheets of this folder: backend -> platform -> rules."""
     merged: dict[str, dict[str, Declared]] = {}
     for path in sorted(Path(__file__).parent.glob("*.yaml")):
-        sheet = _Sheet.model_validate(yaml.safe_load(path.read_text()))
+        sheet = _Sheet.model_validate(read_yaml(path))
         for backend, platforms in sheet.backends.items():
             if backend in merged:
                 raise UserError(f"{path}: {backend} is declared twice")

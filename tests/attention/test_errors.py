@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from attention.errors import nearest, piped
+from attention.errors import UserError, nearest, piped
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,14 @@ def test_a_reader_that_stops_early_is_no_error(module: str) -> None:
 
 def test_a_code_passes_through() -> None:
     assert piped(lambda: 3) == 3
+
+
+def test_a_users_mistake_is_one_line_whatever_its_names_hold() -> None:
+    assert str(UserError("plan a\nb\t\x1b[31m\0: no such file")) == "plan a b \\x1b[31m\\x00: no such file"
+
+
+def test_what_the_system_refused_names_the_file() -> None:
+    with pytest.raises(OSError) as raised:
+        Path("x" * 5000).read_text()
+    assert str(UserError.of_system(raised.value)).endswith("xx: File name too long")
+    assert str(UserError.of_system(OSError("odd"))) == "odd"

@@ -178,3 +178,8 @@ def test_replay_and_compare_leave_a_result_and_rows_with_whose_they_are(
     assert len(positions) == json.loads((tmp_path / "compared" / "result.json").read_text())["positions"] > 0
     assert {row["kl"] for row in positions} == {0.0}
     assert {row["confirmed_backend"] for row in positions} == {"torch_sdpa:flash"}
+
+
+def test_what_the_system_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    policy = str(REPO / "data/policies/cpu-math.yaml")
+    assert error_of(capsys, "resolve", policy, "--model", "x" * 5000).endswith("File name too long")

@@ -86,6 +86,10 @@ def test_a_policy_survives_yaml_and_json() -> None:
             "{preferred: [math], overrides: [{kv_length: [1, 2], phase: decode, preferred: [math]}]}",
             "did you mean kv_len",
         ),
+        ("{preferred: [math], overrides: [{phase: decode, kv_len: [10, 5], preferred: [math]}]}", "holds no length"),
+        ("{preferred: [math], overrides: [{phase: decode, kv_len: [-1, 5], preferred: [math]}]}", "holds no length"),
+        ("{preferred: [math], overrides: [{phase: decode, kv_len: [5, 5], preferred: [math]}]}", "holds no length"),
+        ("{preferred: [math], runtime_fallback_budget: {max_share: 0, window_s: .inf, max_duration_s: 1}}", "window_s"),
         ("{preferred: [math, torch_sdpa:flash], mode: pinned}", "pinned takes exactly one preferred backend"),
         ("{preferred: [math], fallback: [torch_sdpa:flash], mode: pinned}", "pinned takes exactly one"),
         (

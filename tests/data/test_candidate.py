@@ -11,6 +11,7 @@ from attention.errors import UserError
 from attention.model_config import model_revision
 from data.candidate import load_candidate
 from data.paths import repo_dir
+from tests.attention.test_yaml_file import BOMB
 from tests.commands import FLASH, QUICK, SAMPLE, candidate_file
 
 CANDIDATES = sorted((repo_dir() / "data" / "candidates").rglob("*.yaml"))
@@ -169,3 +170,65 @@ def test_a_fault_is_a_matter_of_the_drill_folder(tmp_path: Path) -> None:
         load_candidate(candidate_file(tmp_path, fault="wrong_scale"))
     loaded = load_candidate(candidate_file(tmp_path / "drill", fault="wrong_scale"))
     assert loaded.candidate.is_drill
+
+
+@pytest.mark.parametrize("part", ["../../x", "a/b", "a--b", "a\0b", "Cpu", ""])
+@pytest.mark.parametrize("key", ["gpu", "family"])
+def test_gpu_and_family_name_a_folder_of_the_state(tmp_path: Path, key: str, part: str) -> None:
+    wave = {"gpu": "cpu", "models": ["smollm2-135m-instruct"], key: part}
+    with pytest.raises(UserError, match=rf"waves.0.{key}: .*use at most 63") as raised:
+        load_candidate(candidate_file(tmp_path, waves=[wave]))
+    assert "\n" not in str(raised.value)
+
+
+def model_folder(path: Path) -> str:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    return str(path)
+
+
+def test_a_folder_whose_name_gives_no_family_says_to_set_it(tmp_path: Path) -> None:
+    own = model_folder(tmp_path / "own model")
+    with pytest.raises(UserError, match=r"waves.models: family 'own model'.*set `family`"):
+        load_candidate(candidate_file(tmp_path, waves=[{"gpu": "cpu", "models": [own]}]))
+    load_candidate(candidate_file(tmp_path, waves=[{"gpu": "cpu", "models": [own], "family": "own"}]))
+
+
+def test_two_models_cannot_share_a_cell(tmp_path: Path) -> None:
+    small, large = (model_folder(tmp_path / name) for name in ("own-1b", "own-7b"))
+    waves: list[dict[str, Any]] = [{"gpu": "cpu", "models": [small, large]}]
+    with pytest.raises(UserError, match=r"own-1b and own-7b are both cpu own.*another `family`"):
+        load_candidate(candidate_file(tmp_path, waves=waves))
+    with pytest.raises(UserError, match=r"are both cpu own"):
+        load_candidate(candidate_file(tmp_path, waves=[{"gpu": "cpu", "models": [m]} for m in (small, large)]))
+    waves = [{"gpu": "cpu", "models": [small]}, {"gpu": "cpu", "models": [large], "family": "own-7b"}]
+    assert [cell.family for cell in load_candidate(candidate_file(tmp_path, waves=waves)).cells] == ["own", "own-7b"]
+
+
+def test_a_mix_that_does_not_exist_says_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"traffic.mix: unknown mix; did you mean chat\? \(got 'caht'\)"):
+        load_candidate(candidate_file(tmp_path, traffic={"source": str(SAMPLE), "mix": "caht"}))
+
+
+@pytest.mark.parametrize("key", ["policy", "plan", "environment"])
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "a\nb"])
+def test_a_name_that_no_file_can_have_is_one_line(tmp_path: Path, key: str, name: str) -> None:
+    with pytest.raises(UserError) as raised:
+        load_candidate(candidate_file(tmp_path, **{key: name}))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_or_model_with_such_a_name_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        load_candidate(tmp_path / ("x" * 5000))
+    for model in ("x" * 5000, "a\0b", "~nobody-of-this-name/m"):
+        with pytest.raises(UserError):
+            load_candidate(candidate_file(tmp_path, waves=[{"gpu": "cpu", "models": [model]}]))
+
+
+def test_aliases_that_multiply_do_not_end_in_the_message(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(BOMB + "name: *j\n")
+    with pytest.raises(UserError) as raised:
+        load_candidate(path)
+    assert len(str(raised.value)) < 3000

@@ -6,11 +6,11 @@ import math
 from datetime import UTC, datetime
 from pathlib import Path
 
-import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from attention.errors import EvidenceError
 from attention.schemas import SCHEMAS, write_rows
 from data.lake import Lake
 
@@ -82,7 +82,25 @@ def test_nothing_outside_the_lake_and_no_extension_can_be_read(tmp_path: Path) -
     outside = tmp_path / "secret.csv"
     outside.write_text("a\n1\n")
     with Lake(tmp_path / "lake") as lake:
-        with pytest.raises(duckdb.Error, match="disabled by configuration"):
+        with pytest.raises(EvidenceError, match="disabled by configuration"):
             lake.rows(f"select * from read_csv('{outside}')")
-        with pytest.raises(duckdb.Error):
+        with pytest.raises(EvidenceError):
             lake.rows("select * from read_parquet('https://example.invalid/a.parquet')")
+
+
+def test_a_broken_file_is_one_line_that_names_it_and_breaks_no_other_release(tmp_path: Path) -> None:
+    write_rows(tmp_path, "events", [{"kind": "x"}], release_id="new")
+    broken = tmp_path / "events" / "release_id=old" / "a.parquet"
+    broken.parent.mkdir()
+    broken.write_bytes(b"no parquet\n")
+    with Lake(tmp_path) as lake, pytest.raises(EvidenceError, match=f"{broken}.*move a broken file out") as raised:
+        lake.rows("select * from events")
+    assert "\n" not in str(raised.value)
+    with Lake(tmp_path, release_id="new") as lake:
+        assert lake.rows("select kind from events") == [("x",)]
+
+
+def test_a_release_id_is_no_pattern(tmp_path: Path) -> None:
+    write_rows(tmp_path, "events", [{"kind": "x"}], release_id="new")
+    with Lake(tmp_path, release_id="*") as lake:
+        assert lake.rows("select kind from events") == []

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from attention.errors import UserError
 from data import paths
 
 
@@ -52,3 +53,34 @@ def test_a_model_is_a_folder_or_a_name(tmp_path: Path, monkeypatch: pytest.Monke
 )
 def test_a_family_is_the_name_up_to_its_first_dash(model: str, family: str) -> None:
     assert paths.family_of(model) == family
+
+
+PARTS = ["../../x", "a/b", "a--b", "-a", "a-", "", "A", "a b", "x" * 64, "a\0", "a\n"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_cell_is_a_folder_of_the_state_and_no_other(home: Path, part: str) -> None:
+    for gpu, family in ((part, "smollm2"), ("cpu", part)):
+        with pytest.raises(UserError, match=r"use at most 63"):
+            paths.cell_dir(gpu, family)
+
+
+@pytest.mark.parametrize("part", ["cpu", "nvidia-h200-141gb", "qwen2.5", "9", "a_b", "x" * 63])
+def test_a_cell_is_found_again_under_its_names(home: Path, part: str) -> None:
+    paths.cell_dir(part, part).mkdir(parents=True)
+    assert paths.cells() == [(part, part)]
+
+
+def test_folders_that_name_no_cell_are_left_alone(home: Path) -> None:
+    for name in ("cpu--A", "cpu--a--b", "--a", "cpu--"):
+        (home / "state" / name).mkdir(parents=True)
+    assert paths.cells() == []
+
+
+def test_a_home_may_be_written_with_a_tilde(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("ATTENTION_RELEASE_HOME", "~/mine")
+    assert paths.home_dir() == home / "mine"
+    monkeypatch.setenv("ATTENTION_RELEASE_HOME", "~nobody-of-this-name/mine")
+    with pytest.raises(UserError, match="write the path out"):
+        paths.home_dir()

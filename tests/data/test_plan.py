@@ -51,6 +51,15 @@ def test_an_unknown_name_says_the_nearest(tmp_path: Path) -> None:
         ("canary", {"steps": [20, 50]}, "steps must rise and end at 100"),
         ("canary", {"steps": [50, 50, 100]}, "steps must rise"),
         ("canary", {"steps": []}, "steps must rise"),
+        ("canary", {"steps": [0, 100]}, "canary.steps.0"),
+        ("canary", {"steps": [-5, 100]}, "canary.steps.0"),
+        ("canary", {"steps": [50, 101]}, "canary.steps.1"),
+        ("canary", {"hold_deadline_s": float("inf")}, "canary.hold_deadline_s"),
+        ("traffic", {"requests_per_s": float("inf")}, "traffic.requests_per_s"),
+        ("baseline", {"min_block_s": float("inf")}, "baseline.min_block_s"),
+        ("replay", {"golden_prompts": -5}, "replay.golden_prompts"),
+        ("replay", {"golden_prompts": 0}, "replay.golden_prompts"),
+        ("replay", {"golden_max_tokens": -16}, "replay.golden_max_tokens"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, section: str, values: dict[str, object], told: str) -> None:
@@ -59,7 +68,14 @@ def test_what_is_wrong_is_named(tmp_path: Path, section: str, values: dict[str, 
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("content", ["name: [unclosed", "", "just text"])
+def test_a_name_that_no_file_can_have_is_one_line() -> None:
+    for name in ("x" * 5000, "a\0b", "a\nb"):
+        with pytest.raises(UserError, match="no file") as raised:
+            load_plan(name)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("content", ["name: [unclosed", "", "just text", "name: 2024-99-99", "[" * 3000])
 def test_a_file_that_is_no_plan_is_one_line(tmp_path: Path, content: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(content)

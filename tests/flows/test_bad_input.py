@@ -196,3 +196,43 @@ def test_rollback_approve_and_why_of_what_is_not_there(home: Home) -> None:
     assert "flash-9" in refused(home.run("approve", "flash-9"))
     assert "flash-9" in refused(home.run("why", "flash-9"))
     assert files(home) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("up", "--gpu", "../../x"),
+        ("down", "--family", "a/b"),
+        ("rollback", "--gpu", "cpu", "--family", "a--b", "--reason", "test"),
+        ("watch", "--gpu", "../x"),
+        ("release", "x" * 5000),
+    ],
+)
+def test_names_that_lead_elsewhere(
+    words: tuple[str, ...], home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ATTENTION_RELEASE_HOME", str(home.path))
+    monkeypatch.setattr(sys, "argv", ["flows", *words])
+    code = main()
+    said = capsys.readouterr()
+    refused(subprocess.CompletedProcess(sys.argv, code, said.out, said.err))
+    assert files(home) == []
+
+
+def test_a_home_that_is_a_file(home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (home.path / "file").write_text("")
+    monkeypatch.setenv("ATTENTION_RELEASE_HOME", str(home.path / "file"))
+    monkeypatch.setattr(sys, "argv", ["flows", "up"])
+    code = main()
+    said = capsys.readouterr()
+    assert "Not a directory" in refused(subprocess.CompletedProcess(sys.argv, code, said.out, said.err))
+
+
+def test_a_disk_that_takes_nothing_is_told_before_anything_waits_for_it(home: Home, tmp_path: Path) -> None:
+    """Prefect would wait two minutes for a server that cannot write its database."""
+    command = [sys.executable, "-m", "flows", "release", str(candidate_file(tmp_path)), "--stop-after", "probe"]
+    done = subprocess.run(
+        ["prlimit", "--fsize=4096", *command], env=home.env(), capture_output=True, text=True, timeout=100
+    )
+    assert "cannot be written: File too large" in refused(done)
+    assert files(home) == []

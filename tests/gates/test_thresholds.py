@@ -42,7 +42,7 @@ def test_the_least_evidence_comes_from_the_plan(tmp_path: Path) -> None:
         (DEFAULT.replace("reason: proven by 299", "because: x"), "default.canary.errors"),
         (DEFAULT.replace("0.01", ".nan"), "default.canary.errors.value"),
         ("demo: {}\n", "default"),
-        ("default: [", "cannot be read"),
+        ("default: [", "not YAML"),
     ],
 )
 def test_an_unknown_key_or_a_missing_field_is_named(tmp_path: Path, text: str, named: str) -> None:

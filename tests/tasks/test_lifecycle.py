@@ -126,7 +126,31 @@ def test_a_drill_may_be_repeated_and_is_never_a_champion(tmp_path: Path, loaded:
     record = Record(gpu="cpu", family="smollm2", attempts=[attempt(drill, "rejected")])
     assert lifecycle.refusal(record, drill, retry=False) is None
     record.champion = incumbent().model_copy(update={"identity": drill.identity})
-    assert not lifecycle.is_champion(record, drill)
+    assert not lifecycle.is_champion(record, drill, drill.cells[0])
+
+
+@pytest.fixture
+def other_model(loaded: Loaded, tmp_path: Path) -> Record:
+    """A cell that this very candidate serves, with another model."""
+    champion = incumbent().model_copy(update={"identity": loaded.identity, "model_path": str(tmp_path / "other")})
+    identity = loaded.identity
+    return Record(gpu="cpu", family="smollm2", champion=champion, release_id="r", identity=identity, state="probed")
+
+
+def test_another_model_in_the_cell_is_neither_champion_nor_resumed(loaded: Loaded, other_model: Record) -> None:
+    cell = loaded.cells[0]
+    assert not lifecycle.is_champion(other_model, loaded, cell)
+    assert not lifecycle.resumable(other_model, loaded, cell)
+    with pytest.raises(UserError, match=r"other on cpu smollm2, not .*135m-instruct: set another `family`"):
+        lifecycle.champion_of(other_model, cell, None)
+
+
+def test_a_drill_is_no_incumbent(loaded: Loaded) -> None:
+    drill = "data/candidates/drill/wrong_scale.yaml"
+    with pytest.raises(UserError, match=r"wrong_scale.yaml: a drill is never champion"):
+        lifecycle.incumbent("cpu", "smollm2", drill)
+    with pytest.raises(UserError, match=r"a drill is never champion"):
+        lifecycle.champion_of(Record(gpu="cpu", family="smollm2"), loaded.cells[0], drill)
 
 
 def test_a_champion_that_is_the_candidate_is_settled_and_nothing_changed(loaded: Loaded, store: RecordStore) -> None:
@@ -191,7 +215,7 @@ def test_a_resumed_release_keeps_its_offline_stages_and_repeats_the_live_ones(
         lifecycle.begin(first, incumbent())
         for stage in STAGES[: STAGES.index(reached) + 1]:
             lifecycle.passed(first, stage, outcome(stage), 1.0)
-    assert lifecycle.resumable(store.load(), loaded)
+    assert lifecycle.resumable(store.load(), loaded, loaded.cells[0])
     with store.hold("flash-1") as lease:
         record = lifecycle.begin(make_context(loaded, lease, "flash-1", resumed=True), incumbent())
     kept = [stage for stage in OFFLINE if STAGES.index(stage) <= STAGES.index(reached)]
@@ -213,14 +237,14 @@ def test_an_offline_stage_that_did_not_pass_is_repeated(loaded: Loaded, store: R
 @pytest.mark.parametrize("state", ["promoted", "rolled_back", "rejected", "superseded", "rolling_back"])
 def test_what_ended_is_not_resumed(loaded: Loaded, state: State) -> None:
     record = Record(gpu="cpu", family="smollm2", release_id="r", identity=loaded.identity, state=state)
-    assert state not in RESUMABLE and not lifecycle.resumable(record, loaded)
+    assert state not in RESUMABLE and not lifecycle.resumable(record, loaded, loaded.cells[0])
 
 
 def test_another_candidate_is_not_resumed_and_supersedes(loaded: Loaded, store: RecordStore, tmp_path: Path) -> None:
     with store.hold("flash-1") as lease:
         lifecycle.begin(make_context(loaded, lease, "flash-1"), incumbent())
     other = load_candidate(candidate_file(tmp_path, "other", plan="demo"))
-    assert not lifecycle.resumable(store.load(), other)
+    assert not lifecycle.resumable(store.load(), other, other.cells[0])
     with store.hold("other-1") as lease:
         record = lifecycle.begin(make_context(other, lease, "other-1"), incumbent())
     assert record.release_id == "other-1"

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attention.errors import UserError, shown
+from attention.yaml_file import read_yaml
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{key}: &{key} [{', '.join(['*' + before] * 9)}]\n" for before, key in zip("abcdefghi", "bcdefghij", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"name: 2024-99-99",
+        b"name: !!int foo",
+        b"name: !!int ''",
+        b"name: !!bool foo",
+        b"name: !!timestamp foo",
+        b"name: " + b"9" * 5000,
+        b"[" * 5000,
+        b"a: [unclosed",
+        b"a: !!python/object:os.system {}",
+        b"\xff\xfe\x00\x81",
+    ],
+    ids=lambda content: content[:24].decode(errors="replace"),
+)
+def test_whatever_is_no_yaml_is_one_line_that_names_the_file(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"mine\.yaml: not YAML") as raised:
+        read_yaml(path)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["nowhere.yaml", "x" * 5000, ".", "a\0b"])
+def test_what_cannot_be_read_is_one_line(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError) as raised:
+        read_yaml(tmp_path / name)
+    assert "\n" not in str(raised.value) and "\0" not in str(raised.value)
+
+
+def test_a_value_is_shown_in_short_however_large_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.yaml"
+    path.write_text(BOMB)
+    assert len(shown(read_yaml(path))) < 2000
+    assert len(shown("x" * 10**6)) < 200
+    assert shown(10**5000) == "a int too long to show"
+    assert shown("cpu") == "'cpu'"
