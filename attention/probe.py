@@ -156,7 +156,7 @@ def run_probe(backend: str, probe: Probe, device: str, scale_factor: float = 1.0
     try:
         with torch.inference_mode():
             (out, lse), confirmed = confirm.watch(
-                lambda: planned.run(problem.q_THD, problem.k_NPGD, problem.v_NPGD), device=device
+                lambda: planned.run(problem.q_THD, problem.k, problem.v), device=device
             )
     except Exception as error:
         yield result("execute", "fail", reasons=(_raised(Code.LAUNCH_FAILED, "launch", error),))

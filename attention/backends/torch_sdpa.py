@@ -40,7 +40,7 @@ class TorchSdpa:
     def check(self, case: AttentionCase) -> list[Reason]:
         return declared_reasons(self.name, case, device=self.device)
 
-    def plan(self, batch: Batch, spec: AttentionSpec) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False) -> Planned:
         # One call for a batch of single-token decodes needs a mask over their padding, which the fused CUDA
         # kernels refuse.
         masked = self.device == "cpu" or self.kernel == "math"
@@ -119,11 +119,12 @@ class _PlannedDecodes(Planned):
         copies = ["paged KV gathered to dense", "KV padded to the longest member"]
         super().__init__(backend=backend, batch=batch, spec=spec, forced_copies=copies)
         where, longest = torch.device(device), max(batch.kv_lens)
-        num_pages = -(-longest // batch.page_size)
+        page = batch.page_size or 1
+        num_pages = -(-longest // page)
         tables = [(*table, *([table[0]] * num_pages))[:num_pages] for table in batch.block_tables]
         self._pages_BN = torch.tensor(tables, dtype=torch.long, device=where)
         lengths_B1 = torch.tensor(batch.kv_lens, device=where)[:, None]
-        places_1L = torch.arange(num_pages * batch.page_size, device=where)[None]
+        places_1L = torch.arange(num_pages * page, device=where)[None]
         visible_BL = places_1L < lengths_B1
         self._padding = (~visible_BL).flatten().nonzero()[:, 0]
         if spec.window[0] is not None:
