@@ -15,13 +15,27 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 T = TypeVar("T")
 
+_CUDNN_KERNEL = "cudnn_generated_fort_native_sdpa"
+
 #: (substring of an operator or kernel name, backend). The first match in this order wins: math is
 #: last, since its matrix products and softmax also appear beside fused kernels.
 PATTERNS: tuple[tuple[str, str], ...] = (
     ("pytorch_flash::flash_fwd", "torch_sdpa:flash"),
     ("fmha_cutlassF_", "torch_sdpa:efficient"),
-    ("cudnn_generated_fort_native_sdpa", "torch_sdpa:cudnn"),
-    ("flashinfer::", "flashinfer:fa2"),
+    (_CUDNN_KERNEL, "torch_sdpa:cudnn"),
+    # FlashInfer: the Hopper sources (hopper/prefill_sm90.cuh, mla_hopper.cuh) are its fa3. Its fa2 names end
+    # in the same words, so the namespace belongs to the pattern.
+    ("flashinfer::PrefillWithKVCacheKernel", "flashinfer:fa3"),
+    ("flashinfer::FP8PrefillWithKVCacheKernel", "flashinfer:fa3"),
+    ("BatchMLAPageAttentionHopperKernel", "flashinfer:fa3"),
+    ("flashinfer::SinglePrefillWithKVCacheKernel", "flashinfer:fa2"),
+    ("flashinfer::BatchPrefillWithPagedKVCacheKernel", "flashinfer:fa2"),
+    ("flashinfer::BatchPrefillWithRaggedKVCacheKernel", "flashinfer:fa2"),
+    ("flashinfer::SingleDecodeWithKVCacheKernel", "flashinfer:fa2"),
+    ("flashinfer::BatchDecodeWithPagedKVCacheKernel", "flashinfer:fa2"),
+    ("flashinfer::mla::BatchMLAPagedAttentionKernel", "flashinfer:fa2"),
+    ("fmhaSm100", "flashinfer:trtllm-gen"),
+    ("kernel_mha", "flashinfer:xqa"),
     ("aten::_scaled_dot_product_flash_attention", "torch_sdpa:flash"),
     ("aten::_scaled_dot_product_efficient_attention", "torch_sdpa:efficient"),
     ("aten::_scaled_dot_product_cudnn_attention", "torch_sdpa:cudnn"),
@@ -34,9 +48,19 @@ def backend_of(names: Iterable[str]) -> str:
     seen = sorted(set(names))
     for pattern, backend in PATTERNS:
         if any(pattern in name for name in seen):
-            return backend
+            return _caller_of_cudnn(seen) if pattern == _CUDNN_KERNEL else backend
     attention_like = [n for n in seen if "attention" in n or "softmax" in n or "gemm" in n]
     return f"unconfirmed({', '.join((attention_like or seen)[:3]) or 'nothing ran'})"
+
+
+def _caller_of_cudnn(names: list[str]) -> str:
+    """cuDNN's kernel has one name whoever calls it: PyTorch's call shows its operator, FlashInfer's does not.
+
+    Kernels alone (of a captured graph, say) do not tell; they count as PyTorch's, the usual caller.
+    """
+    operators = [name for name in names if name.startswith("aten::")]
+    by_torch = any("cudnn_attention" in name for name in operators)
+    return "flashinfer:cudnn" if operators and not by_torch else "torch_sdpa:cudnn"
 
 
 def watch(call: Callable[[], T], *, device: str = "cpu") -> tuple[T, str]:

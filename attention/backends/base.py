@@ -131,10 +131,12 @@ class Backend(Protocol):
         """
         ...
 
-    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         """Schedule one batch that `check` allows: page tables, masks, workspace.
 
         With `graph`, sizes and buffers are those of the longest batch that `replan` will see: this one.
+        Without `lse`, `run` gives None for it and makes the library's own call and nothing else; with it, a
+        backend may need a small kernel more (another base, another layout).
         """
         ...
 

@@ -40,7 +40,7 @@ class TorchSdpa:
     def check(self, case: AttentionCase) -> list[Reason]:
         return declared_reasons(self.name, case, device=self.device)
 
-    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         # One call for a batch of single-token decodes needs a mask over their padding, which the fused CUDA
         # kernels refuse.
         masked = self.device == "cpu" or self.kernel == "math"

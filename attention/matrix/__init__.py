@@ -21,7 +21,10 @@ from attention.reasons import Code, Reason
 
 
 class Rule(BaseModel):
-    """`dimension` must be in `allowed`, or between `minimum` and `maximum`, or a multiple of `multiple_of`."""
+    """`dimension` must be in `allowed`, or between `minimum` and `maximum`, or a multiple of `multiple_of`.
+
+    With `when` the rule holds only for cases whose named dimensions all have one of the values there.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -31,8 +34,12 @@ class Rule(BaseModel):
     minimum: float | None = None
     maximum: float | None = None
     multiple_of: int | None = None
+    when: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
     source: str
     message: str
+
+    def applies(self, values: dict[str, Any]) -> bool:
+        return all(values[name] in wanted for name, wanted in self.when.items())
 
     def permits(self, value: Any) -> bool:
         if self.allowed is not None and value not in self.allowed:
@@ -53,7 +60,8 @@ class Rule(BaseModel):
             parts.append(f"<= {self.maximum:g}")
         if self.multiple_of is not None:
             parts.append(f"multiple of {self.multiple_of}")
-        return " and ".join(parts)
+        where = " and ".join(f"{name} is {' or '.join(map(str, wanted))}" for name, wanted in self.when.items())
+        return " and ".join(parts) + (f" (where {where})" if where else "")
 
 
 class Declared(BaseModel):
@@ -63,6 +71,7 @@ class Declared(BaseModel):
 
     package: str  # import name that must be there
     remedy: str  # what to do when it is not
+    versions: str = ""  # of the package, for which the rules were read
     rules: tuple[Rule, ...] = ()
 
 
@@ -88,14 +97,20 @@ def declared() -> dict[str, dict[str, Declared]]:
 
 def _dimensions(case: AttentionCase, device: str) -> dict[str, Any]:
     left, right = case.window
+    if case.causal:
+        right = 0 if right is None else min(right, 0)
     values = case.model_dump(exclude={"batch", "window"})
     values |= {
         "device": device.split(":")[0],
-        "sliding_window": left is not None or right is not None,
+        "sliding_window": case.window != (None, None),
+        "window_right": right,  # None: unbounded; 0: causal
         "softcap_on": case.softcap is not None,
         "gqa": case.gqa_ratio > 1,
         "gqa_ratio": case.gqa_ratio,
         "same_head_dims": case.head_dim_qk == case.head_dim_vo,
+        "mla_absorbed": (case.heads_kv, case.head_dim_qk, case.head_dim_vo) == (1, 576, 512),
+        "single_tokens": all(m.q_len == 1 for m in case.members),
+        "queries_fit": all(m.q_len <= m.kv_len for m in case.members),
         "min_kv_len": min((m.kv_len for m in case.members), default=0),
         "mask_free": all(m.q_len in (1, m.kv_len) for m in case.members) and left is None,
         "kv_dtype_effective": case.dtype if case.kv_dtype == "auto" else case.kv_dtype,
@@ -155,7 +170,7 @@ def declared_reasons(backend: str, case: AttentionCase, *, device: str) -> list[
     values = _dimensions(case, device)
     for rule in sheet.rules:
         value = values[rule.dimension]
-        if not rule.permits(value):
+        if rule.applies(values) and not rule.permits(value):
             reasons.append(
                 Reason(
                     code=rule.code,

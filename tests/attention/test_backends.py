@@ -223,8 +223,8 @@ def test_an_unknown_backend_is_answered_with_the_nearest_names(name: str, near: 
 
 
 def test_a_backend_that_this_build_cannot_call_says_so() -> None:
-    with pytest.raises(UserError, match="flashinfer:fa2: this version can declare it"):
-        create("flashinfer:fa2")
+    with pytest.raises(UserError, match="flash_attn:fa3: this version can declare it"):
+        create("flash_attn:fa3")
     with pytest.raises(UserError, match="no kernel 'fast': known are flash"):
         create("torch_sdpa:fast")
 
