@@ -145,16 +145,17 @@ def _progress(what: str) -> Any:
 
 
 def _fingerprint(args: argparse.Namespace) -> int:
-    from attention.fingerprint import Fingerprint, changed_fields
-    from attention.startup import identify
+    from attention import effects
 
     if args.diff:
-        old, new = (_read_fingerprint(path) for path in args.diff)
-        lines = changed_fields(old.identity, new.identity)
-        print(json.dumps(lines, indent=1) if args.json else "\n".join(lines) or "no difference")
+        found_changes = effects.explain(*(_read_identity(path) for path in args.diff))
+        documents = [one.document() for one in found_changes]
+        print(json.dumps(documents, indent=1) if args.json else "\n".join(effects.lines(found_changes)))
         return 0
     job = _job(args, FingerprintJob) if args.job else FingerprintJob(setup=_setup(args))
-    found: Fingerprint = identify(job.setup)
+    from attention.startup import identify
+
+    found = identify(job.setup)
     if job.evidence:
         row = {
             "identity_json": found.identity.model_dump_json(),
@@ -172,19 +173,18 @@ def _fingerprint(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_fingerprint(path: Path) -> Any:
-    from pydantic import ValidationError
-
-    from attention.fingerprint import Fingerprint
-
+def _read_identity(path: Path) -> dict[str, Any]:
+    """Identity in a fingerprint file, as JSON: one of another version, with other fields, can be compared too."""
     try:
-        return Fingerprint.model_validate_json(path.read_text())
+        document = json.loads(path.read_text())
     except OSError as error:
         raise UserError(f"fingerprint {path}: cannot be read ({error.strerror})") from error
-    except ValidationError as error:
-        raise UserError(
-            f"fingerprint {path}: not one written by `fingerprint --json` ({error.error_count()} problems)"
-        ) from error
+    except ValueError as error:
+        raise UserError(f"fingerprint {path}: not one written by `fingerprint --json` (not JSON)") from error
+    identity = document.get("identity") if isinstance(document, dict) else None
+    if not isinstance(identity, dict):
+        raise UserError(f"fingerprint {path}: not one written by `fingerprint --json` (it has no identity)")
+    return identity
 
 
 def _matrix(args: argparse.Namespace) -> int:
