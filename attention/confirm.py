@@ -35,6 +35,8 @@ class Pattern(BaseModel):
     backend: str
     contains: tuple[str, ...]
     phase: str = ""
+    operator: str | None = None
+    otherwise: str | None = None
     weak: bool = False
 
     @field_validator("contains", mode="before")
@@ -44,6 +46,13 @@ class Pattern(BaseModel):
 
     def matches(self, name: str) -> bool:
         return all(part in name for part in self.contains)
+
+    def caller(self, names: Iterable[str]) -> str:
+        """The backend that launched the kernel, where two launch the same one: told by the operators beside it."""
+        operators = [name for name in names if name.startswith("aten::")]
+        if self.operator is None or self.otherwise is None or not operators:
+            return self.backend
+        return self.backend if any(self.operator in name for name in operators) else self.otherwise
 
 
 class KernelNames(BaseModel):
@@ -89,7 +98,7 @@ def backend_of(names: Iterable[str]) -> str:
     suspects = [name for name in unknown if NAMES.may_be_attention(name)]
     first = min((rank for rank in ranks.values() if rank is not None), default=None)
     if first is not None and not (PATTERNS[first].weak and suspects):
-        return PATTERNS[first].backend
+        return PATTERNS[first].caller(seen)
     kernels = [name for name in unknown if not NAMES.is_helper(name)]
     operators = [name for name in seen if NAMES.may_be_attention(name)]
     return f"unconfirmed({', '.join((suspects or kernels or operators)[:3]) or 'nothing ran'})"

@@ -32,6 +32,9 @@ EXECUTED = [
     ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<...> > >(...)", "flash_attn:fa3"),
     ("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at_", "flash_attn:fa4"),
     ("triton_tem_fused_flex_attention_0", "flex_attention:triton"),
+    ("triton_tem_fused_flex_decoding_1", "flex_attention:triton"),
+    ("attention_release_paged_decode", "triton:paged"),
+    ("void flashinfer::mla::BatchMLAPagedAttentionKernel<...>", "flashinfer:fa2"),
     ("kernel_unified_attention_2d", "vllm_triton:unified"),
 ]
 COPY = "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>"
@@ -73,10 +76,16 @@ def test_the_order_of_the_patterns_is_explicit_and_math_is_last() -> None:
         assert NAMES.rank(" ".join(pattern.contains)) == i, f"{pattern.contains} is hidden by an earlier pattern"
 
 
-def test_every_backend_that_can_be_called_has_a_pattern_or_is_known_to_lack_one() -> None:
-    # FlashInfer's cuDNN runs the kernels of torch_sdpa:cudnn; our Triton kernel brings its own pattern.
-    missing = set(BACKENDS) - {pattern.backend for pattern in PATTERNS}
-    assert missing <= {"flashinfer:cudnn", "triton:paged"}
+def test_every_backend_of_ours_has_a_pattern() -> None:
+    known = {name for pattern in PATTERNS for name in (pattern.backend, pattern.otherwise)}
+    assert set(BACKENDS) <= known
+
+
+def test_cudnns_kernel_is_told_by_the_operator_that_called_it() -> None:
+    kernel = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop"
+    assert backend_of([kernel, "aten::empty", "aten::_scaled_dot_product_cudnn_attention"]) == "torch_sdpa:cudnn"
+    assert backend_of([kernel, "aten::empty"]) == "flashinfer:cudnn"
+    assert backend_of([kernel]) == "torch_sdpa:cudnn", "a graph's nodes show no operators"
 
 
 def test_entries_that_others_add_are_read_tolerantly() -> None:
@@ -211,15 +220,15 @@ def test_without_cuda_bindings_the_remedy_is_named(monkeypatch: pytest.MonkeyPat
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])
 def test_a_captured_graph_names_the_kernel_that_it_replays(kernel: str) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     from attention.bench_dispatch import captured
-    from torch.nn.attention import sdpa_kernel
 
-    from attention.backends.torch_sdpa import KERNELS
-
+    forced = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}[kernel]
     q, k, v = (torch.randn(1, 8, n, 128, device="cuda", dtype=torch.bfloat16) for n in (1, 512, 512))
 
     def call() -> None:
-        with sdpa_kernel([KERNELS[kernel]]):
+        with sdpa_kernel([forced]):
             torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
     assert graph_nodes(captured(call)).backend == f"torch_sdpa:{kernel}"
