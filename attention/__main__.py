@@ -83,7 +83,14 @@ def _parser() -> argparse.ArgumentParser:
     verb("probe", "run the startup capability probes", _probe, job=True, setup=True)
     verb("replay", "record the numerical replay of one side: tensor, model and business layer", _replay, job=True)
     verb("compare", "compare two recordings of the model layer", _compare, job=True)
-    verb("bench", "a resident worker that times what stdin asks for", _bench, job=True)
+    bench = verb("bench", "a worker that times what stdin asks for; dispatch: host overhead", _bench, job=True)
+    bench.add_argument("what", nargs="?", choices=("dispatch",), help="dispatch: a planned run against the plain call")
+    bench.add_argument("--backend", action="append", help="dispatch: backend or family; may be repeated (torch_sdpa)")
+    bench.add_argument("--batch", action="append", help="dispatch: batch such as q1s64 (q1s64 and q16)")
+    bench.add_argument("--calls", type=int, help="dispatch: pairs of calls (20000 on a GPU, 2000 on the CPU)")
+    bench.add_argument("--device", default="cpu", help="dispatch: cpu or cuda")
+    bench.add_argument("--dtype", default="auto", help="dispatch: float32 on the CPU, else bfloat16")
+    bench.add_argument("--json", action="store_true", help="dispatch: one JSON document on stdout")
     serve.add_arguments(verb("serve", "serve a model behind the OpenAI API", serve.run))
     return parser
 
@@ -145,16 +152,17 @@ def _progress(what: str) -> Any:
 
 
 def _fingerprint(args: argparse.Namespace) -> int:
-    from attention.fingerprint import Fingerprint, changed_fields
-    from attention.startup import identify
+    from attention import effects
 
     if args.diff:
-        old, new = (_read_fingerprint(path) for path in args.diff)
-        lines = changed_fields(old.identity, new.identity)
-        print(json.dumps(lines, indent=1) if args.json else "\n".join(lines) or "no difference")
+        found_changes = effects.explain(*(_read_identity(path) for path in args.diff))
+        documents = [one.document() for one in found_changes]
+        print(json.dumps(documents, indent=1) if args.json else "\n".join(effects.lines(found_changes)))
         return 0
     job = _job(args, FingerprintJob) if args.job else FingerprintJob(setup=_setup(args))
-    found: Fingerprint = identify(job.setup)
+    from attention.startup import identify
+
+    found = identify(job.setup)
     if job.evidence:
         row = {
             "identity_json": found.identity.model_dump_json(),
@@ -172,19 +180,18 @@ def _fingerprint(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_fingerprint(path: Path) -> Any:
-    from pydantic import ValidationError
-
-    from attention.fingerprint import Fingerprint
-
+def _read_identity(path: Path) -> dict[str, Any]:
+    """Identity in a fingerprint file, as JSON: one of another version, with other fields, can be compared too."""
     try:
-        return Fingerprint.model_validate_json(path.read_text())
+        document = json.loads(path.read_text())
     except OSError as error:
         raise UserError(f"fingerprint {path}: cannot be read ({error.strerror})") from error
-    except ValidationError as error:
-        raise UserError(
-            f"fingerprint {path}: not one written by `fingerprint --json` ({error.error_count()} problems)"
-        ) from error
+    except ValueError as error:
+        raise UserError(f"fingerprint {path}: not one written by `fingerprint --json` (not JSON)") from error
+    identity = document.get("identity") if isinstance(document, dict) else None
+    if not isinstance(identity, dict):
+        raise UserError(f"fingerprint {path}: not one written by `fingerprint --json` (it has no identity)")
+    return identity
 
 
 def _matrix(args: argparse.Namespace) -> int:
@@ -332,10 +339,36 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if args.what == "dispatch":
+        return _bench_dispatch(args)
     from attention import bench
 
     bench.main(_job(args, BenchJob))
     return 0
+
+
+def _bench_dispatch(args: argparse.Namespace) -> int:
+    """Exit 1 when a captured graph has another number of nodes than the plain call's."""
+    from attention import bench_dispatch
+    from attention.backends import expand
+    from attention.matrix import declared_reasons
+    from attention.model_config import resolve_dtype
+
+    _check_device(args.device)
+    if args.calls is not None and args.calls < 1:
+        raise UserError(f"--calls {args.calls}: at least 1")
+    cases = bench_dispatch.cases(tuple(args.batch or ("q1s64", "q16")), resolve_dtype(args.dtype, args.device))
+    rows = []
+    for wish in args.backend or ("torch_sdpa",):
+        for name in expand(wish):
+            for case in cases:
+                # A family's kernels that cannot run here are passed over; one that was named must run.
+                if name != wish and (reasons := declared_reasons(name, case, device=args.device)):
+                    print(f"left out: {name} {case.case_id}: {reasons[0]}", file=sys.stderr)
+                    continue
+                rows.append(bench_dispatch.measure(name, case, device=args.device, calls=args.calls))
+    print(json.dumps(bench_dispatch.document(rows), indent=1) if args.json else "\n".join(bench_dispatch.table(rows)))
+    return 1 if any(row.nodes_equal is False for row in rows) else 0
 
 
 if __name__ == "__main__":

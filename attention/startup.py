@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from attention.dispatch import Dispatcher, FallbackEvent
@@ -88,7 +88,7 @@ def identify(setup: Setup, dispatcher: Dispatcher | None = None) -> Fingerprint:
         dtype=resolve_dtype(setup.dtype, setup.device),
         device=setup.device,
         page_size=setup.page_size,
-        engine_limits={"num_pages": setup.num_pages},
+        engine_limits={"num_pages": setup.num_pages, **asdict(setup.limits)},
         fault=setup.fault,
         attestation=attestation,
     )

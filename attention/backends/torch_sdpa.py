@@ -9,6 +9,8 @@ Rules: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (CUDA) and sdp_utils
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -62,6 +64,13 @@ class _PlannedSdpa(Planned):
     def run(
         self, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if len(self.batch.q_lens) == 1:
+            # Nothing to put together: the kernel's own output, without a copy.
+            kv_len = self.batch.kv_lens[0]
+            with sdpa_kernel([KERNELS[self._kernel]]):
+                k_LGD = gather_pages(k_NPGD, self._tables[0], kv_len)
+                v_LGD = gather_pages(v_NPGD, self._tables[0], kv_len)
+                return self._member(q_THD, k_LGD, v_LGD, self._masks[0], q_THD.shape[0] == kv_len)
         out_THD = q_THD.new_empty(q_THD.shape[0], self.spec.heads_q, self.spec.head_dim_vo)
         lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32) if self._direct else None
         with sdpa_kernel([KERNELS[self._kernel]]):
@@ -159,3 +168,37 @@ class _PlannedDecodes(Planned):
 def _bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """0 where a key is visible, -inf where not."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+
+
+def library_call(planned: Planned, q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What a user would write for a planned batch of one member: gather the pages, one call of SDPA.
+
+    The yardstick of `bench dispatch`: whatever `planned.run` takes beyond it is ours. The kernel is forced as in the
+    plan. UserError for a batch of several members, which SDPA has no plain call for, and for a spec whose mask does
+    not go into `is_causal`.
+    """
+    spec, batch = planned.spec, planned.batch
+    if len(batch.q_lens) != 1:
+        raise UserError(f"{planned.backend}: SDPA has a plain call for one member, not for {len(batch.q_lens)}")
+    q_len, kv_len = batch.q_lens[0], batch.kv_lens[0]
+    if spec.window != (None, None) or not (q_len == kv_len or q_len == 1) or spec.alibi_slopes or batch.masks:
+        raise UserError(f"{planned.backend}: the plain call has no mask beyond is_causal on a square problem")
+    name = planned.backend.split(":")[1].upper()
+    kernel = getattr(SDPBackend, name if name == "MATH" else f"{name}_ATTENTION")
+    is_causal, gqa = spec.causal and q_len > 1, spec.heads_q != spec.heads_kv
+    pages = torch.tensor(batch.block_tables[0], dtype=torch.long, device=k.device) if batch.paged else None
+
+    def dense(cache: torch.Tensor) -> torch.Tensor:
+        if pages is None:
+            return cache[:kv_len] if batch.layout == "ragged" else cache[0, :kv_len]
+        return gather_pages(cache.transpose(1, 2) if batch.layout == "paged_hnd" else cache, pages, kv_len)
+
+    def call() -> torch.Tensor:
+        with sdpa_kernel([kernel]):
+            k_GLD, v_GLD = dense(k).transpose(0, 1)[None], dense(v).transpose(0, 1)[None]
+            q_HQD = q_THD.transpose(0, 1)[None]
+            return F.scaled_dot_product_attention(
+                q_HQD, k_GLD, v_GLD, is_causal=is_causal, scale=spec.scale, enable_gqa=gqa
+            )
+
+    return call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -110,7 +111,22 @@ def test_two_fingerprints_are_compared(capsys: pytest.CaptureFixture[str], setup
     assert main(["fingerprint", "--diff", str(files[0]), str(files[0])]) == 0
     assert capsys.readouterr().out == "no difference\n"
     assert main(["fingerprint", "--diff", *map(str, files)]) == 0
-    assert "attention_backend_policy.mode: preferred-with-fallback -> pinned" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert re.search(r"^attention_backend_policy.mode +preferred-with-fallback +-> pinned$", text, re.MULTILINE)
+    assert "another backend is asked for first" in text
+    assert main(["fingerprint", "--diff", *map(str, files), "--json"]) == 0
+    document = {one["field"]: one for one in json.loads(capsys.readouterr().out)}
+    preferred = document["attention_backend_policy.preferred"]
+    assert (preferred["old"], preferred["new"]) == (["torch_sdpa:flash"], ["torch_sdpa:math"])
+    assert preferred["effects"][0]["source"] == "attention/policy.py resolve"
+
+
+def test_fingerprints_of_different_versions_can_be_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text('{"id": "1", "identity": {"torch": "2.10.0"}}')
+    new.write_text('{"id": "2", "identity": {"torch": "2.11.0", "a_field_of_tomorrow": true}}')
+    assert main(["fingerprint", "--diff", str(old), str(new)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "a_field_of_tomorrow  absent  -> true"
 
 
 def test_the_matrix_shows_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
