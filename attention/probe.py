@@ -418,8 +418,7 @@ def _in_worker(task: WorkerTask, timeout_s: float, deadline: float | None = None
     while left:
         if deadline is not None and time.monotonic() >= deadline:
             return results + [_unprobed(task.backend, probe) for probe in left]
-        wait_s = timeout_s if deadline is None else max(0.1, min(timeout_s, deadline - time.monotonic()))
-        done, why = _worker_run(task.model_copy(update={"probes": tuple(left)}), wait_s, deadline)
+        done, why = _worker_run(task.model_copy(update={"probes": tuple(left)}), timeout_s, deadline)
         results += done
         # A probe is told apart by its case too: a model with two kinds of layers has each twice.
         ended = {(r.probe, r.case) for r in done if _ends(r, task.try_declared)}
@@ -428,10 +427,10 @@ def _in_worker(task: WorkerTask, timeout_s: float, deadline: float | None = None
             if len(lost) == len(left):
                 raise RuntimeError(f"probe worker of {task.backend} asked for a fresh one before any probe")
         elif why is not None and lost:
-            if deadline is not None and time.monotonic() >= deadline:
-                continue  # the budget's end, not the probe's fault
-            results.append(_lost(task.backend, lost[0], why))
-            lost = lost[1:]
+            # At the end of the budget silence is not the probe's fault.
+            if why[0] != Code.TIMEOUT or deadline is None or time.monotonic() < deadline:
+                results.append(_lost(task.backend, lost[0], why))
+                lost = lost[1:]
         elif lost:
             raise RuntimeError(f"probe worker of {task.backend} ended well without {lost[0].name}")
         left = lost
