@@ -194,3 +194,51 @@ def test_replay_and_compare_leave_a_result_and_rows_with_whose_they_are(
     assert len(positions) == json.loads((tmp_path / "compared" / "result.json").read_text())["positions"] > 0
     assert {row["kl"] for row in positions} == {0.0}
     assert {row["confirmed_backend"] for row in positions} == {"torch_sdpa:flash"}
+
+
+CELLS = """
+groups:
+  - base: {phase: decode, batch: q1s64, heads_q: 4, heads_kv: 2, head_dim_qk: 16, head_dim_vo: 16, dtype: float32}
+    axes: [[{softcap: null}, {softcap: 5.0}]]
+    checks: [{run: [softcap]}]
+"""
+
+
+def test_cells_are_probed_into_a_file_that_the_matrix_compares_with_its_rules(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cells, out = tmp_path / "cells.yaml", tmp_path / "rows.parquet"
+    cells.write_text(CELLS)
+    argv = ["probe", "--cells", str(cells), "--backends", "math,flashinfer:fa2", "--out", str(out)]
+    assert main(argv) == 0
+    assert capsys.readouterr().out == ""
+    rows = pq.read_table(out).to_pylist()
+    assert {(r["backend"], r["level"], r["status"]) for r in rows} == {
+        ("torch_sdpa:math", "static", "pass"),
+        ("torch_sdpa:math", "construct", "pass"),
+        ("torch_sdpa:math", "execute", "pass"),
+        ("torch_sdpa:math", "execute", "unknown"),  # softcap of a case without one
+        ("torch_sdpa:math", "static", "fail"),  # softcap 5
+        ("flashinfer:fa2", "static", "fail"),
+    }
+    assert main(["matrix", "--drift", str(out)]) == 0
+    assert capsys.readouterr().out == "no drift\n"
+    assert main(["matrix", "--drift", str(out), str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_a_bad_place_for_rows_is_told_before_any_probe_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cells = tmp_path / "cells.yaml"
+    cells.write_text(CELLS)
+    line = error_of(capsys, "probe", "--cells", str(cells), "--out", str(tmp_path / "rows.csv"))
+    assert "write probe rows to a .json or .parquet file" in line
+    assert "unknown backend 'maths'" in error_of(capsys, "probe", "--cells", str(cells), "--backends", "maths")
+
+
+def test_the_matrix_lists_rules_and_reports_in_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["matrix"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    assert any("known_bad" in line and "flashinfer#4484" in line for line in lines)
+    assert main(["matrix", "--json"]) == 0
+    bad = json.loads(capsys.readouterr().out)["known_bad"]
+    assert {"backend", "when", "versions", "code", "source"} <= set(bad[0])

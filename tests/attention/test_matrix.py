@@ -9,7 +9,7 @@ import pytest
 from attention import matrix
 from attention.backends import NAMES
 from attention.cases import AttentionCase
-from attention.matrix import Rule, declared, declared_reasons
+from attention.matrix import KnownBad, Range, Rule, declared, declared_reasons, is_known_bad, known_bad
 from attention.reasons import Code
 
 
@@ -107,7 +107,7 @@ def test_sheets_name_known_backends_and_dimensions_that_exist() -> None:
     for backend, platforms in declared().items():
         assert backend in NAMES
         for platform, sheet in platforms.items():
-            assert platform in ("cpu", "cuda")
+            assert platform in ("cpu", "cuda", "rocm")
             for rule in sheet.rules:
                 assert {rule.dimension, *rule.when} <= dimensions, (backend, rule)
                 assert rule.allowed_text(), (backend, rule)
@@ -127,3 +127,77 @@ def test_rules_permit_what_lies_inside_and_nothing_else() -> None:
     assert [rule(minimum=90, maximum=90).permits(n) for n in (80, 90, 100)] == [False, True, False]
     assert [rule(allowed=(False,)).permits(v) for v in (False, True)] == [True, False]
     assert rule(maximum=128, multiple_of=8).allowed_text() == "<= 128 and multiple of 8"
+
+
+# Versions, platforms, and what public reports found.
+
+
+def with_rule(monkeypatch: pytest.MonkeyPatch, version: str | None, **fields: Any) -> None:
+    """torch_sdpa:math on the CPU with one rule, at a version of torch."""
+    sheet = declared()["torch_sdpa:math"]["cpu"]
+    rule = Rule(dimension="head_dim_qk", code=Code.HEAD_DIM_UNSUPPORTED, maximum=32, source="s", message="m", **fields)
+    changed = {"torch_sdpa:math": {"cpu": sheet.model_copy(update={"rules": (rule,)})}}
+    monkeypatch.setattr(matrix, "declared", lambda: changed)
+    monkeypatch.setattr(matrix, "version_of", lambda package: version)
+
+
+@pytest.mark.parametrize(
+    ("version", "holds"),
+    [("2.8.0", True), ("2.13.0+cpu", True), ("2.7.9", False), ("3.0", False), ("2.9.0b3", True), (None, True)],
+)
+def test_a_rule_holds_for_its_versions_only(monkeypatch: pytest.MonkeyPatch, version: str | None, holds: bool) -> None:
+    with_rule(monkeypatch, version, versions=">=2.8,<3")
+    assert codes("torch_sdpa:math", case()) == ([Code.HEAD_DIM_UNSUPPORTED] if holds else [])
+
+
+def test_a_range_of_versions_that_is_none_is_refused_when_it_is_read() -> None:
+    with pytest.raises(ValueError, match="Invalid specifier"):
+        Rule(dimension="d", code=Code.LAUNCH_FAILED, source="s", message="m", versions="from 2.8 on")
+
+
+def test_the_version_is_that_of_the_distribution_behind_the_import_name() -> None:
+    import torch
+
+    assert matrix.version_of("torch") == torch.__version__
+    assert matrix.version_of("no_such_package") is None
+
+
+def test_an_amd_device_is_rocm_and_has_no_cell_until_someone_declares_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.hip", "6.4")
+    assert matrix.platform_of("cuda:0") == "rocm"
+    (reason,) = declared_reasons("torch_sdpa:math", case(), device="cuda")
+    assert (reason.code, reason.observed) == (Code.ARCH_UNSUPPORTED, "rocm")
+
+
+def bad(**fields: Any) -> KnownBad:
+    default = {"backend": "torch_sdpa:math", "platforms": ("cpu",), "code": Code.NUMERIC_DRIFT, "source": "project#1"}
+    return KnownBad(**{**default, "message": "m", **fields})
+
+
+def test_a_cell_that_a_report_found_broken_is_known_bad_with_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = bad(when={"phase": Range(allowed=("decode",)), "head_dim_qk": Range(minimum=64)})
+    monkeypatch.setattr(matrix, "known_bad", lambda: (entry,))
+    (reason,) = found = declared_reasons("torch_sdpa:math", case(), device="cpu")
+    assert (reason.code, reason.source, reason.observed) == (Code.NUMERIC_DRIFT, "known_bad: project#1", "decode, 64")
+    assert is_known_bad(found)
+    for other in (case(phase="extend", batch="q5s64"), case(head_dim_qk=32, head_dim_vo=32)):
+        assert declared_reasons("torch_sdpa:math", other, device="cpu") == []
+    assert declared_reasons("torch_sdpa:flash", case(), device="cpu") == []
+    assert not is_known_bad(declared_reasons("torch_sdpa:math", case(softcap=1.0), device="cpu"))
+
+
+def test_a_report_ends_with_its_versions_and_is_of_its_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    for entry in (bad(when={}, versions="<1"), bad(when={}, platforms=("cuda",))):
+        monkeypatch.setattr(matrix, "known_bad", lambda entry=entry: (entry,))
+        assert declared_reasons("torch_sdpa:math", case(), device="cpu") == []
+
+
+def test_known_bad_cells_name_backends_and_dimensions_that_exist_and_their_reports() -> None:
+    dimensions = {*matrix._dimensions(case(), "cpu"), "compute_capability"}
+    assert len(known_bad()) >= 12
+    for entry in known_bad():
+        assert entry.backend in NAMES
+        assert entry.when, entry
+        assert set(entry.when) <= dimensions, entry
+        assert all(limits.allowed_text() for limits in entry.when.values())
+        assert "#" in entry.source
