@@ -454,11 +454,11 @@ class StridesIgnored(Mutant):
         return planned.run(q_THD, k, v)
 
 
-class KWithStridesOfV(Mutant):
-    """The pointer to K is advanced by the strides of V."""
+class StridesSwapped(Mutant):
+    """K is read with the strides of V, and V with those of K."""
 
     def run(self, planned: Planned, q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Result:
-        return planned.run(q_THD, _as_if(k, v.stride()), v)
+        return planned.run(q_THD, _as_if(k, v.stride()), _as_if(v, k.stride()))
 
 
 class ExpandedResidueWrong(Mutant):

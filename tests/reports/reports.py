@@ -20,7 +20,7 @@ from tests.reports import real
 from tests.reports.sound import Sound
 
 REPOSITORIES = {
-    "FlagAttention": "FlagOpen/FlagAttention",
+    "FlagAttention": "flagos-ai/FlagAttention",
     "Megatron-Bridge": "NVIDIA-NeMo/Megatron-Bridge",
     "SageAttention": "thu-ml/SageAttention",
     "TensorRT-LLM": "NVIDIA/TensorRT-LLM",
@@ -448,10 +448,10 @@ REPORTS: tuple[Report, ...] = (
     Report(
         "FlagAttention#45",
         "FlagAttention",
-        "the pointer to K is built with the strides of V",
+        "the first pointer to K is built with the strides of V, that to V with those of K",
         "strides",
         Code.STRIDE_UNSUPPORTED,
-        m.KWithStridesOfV,
+        m.StridesSwapped,
         case(),
     ),
     Report(
