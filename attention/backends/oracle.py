@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.backends.base import AttentionSpec, positions_mask
+from attention.backends.base import AttentionSpec, Batch, Planned, member_keys, positions_mask
+from attention.cases import AttentionCase
+from attention.reasons import Reason
 
 _TINY = torch.finfo(torch.float64).tiny
 _CHUNK_SCORES = 1 << 24  # float64 scores held at once: 128 MB
@@ -57,7 +59,7 @@ def attend(
         sinks_H11 = torch.tensor(spec.sinks, dtype=torch.float64, device=q_QHD.device)[:, None, None]
     step = max(1, _CHUNK_SCORES // max(1, spec.heads_q * kv_len))
     outs, lses, roundeds = [], [], []
-    for start in range(0, q_len, step):
+    for start in range(0, max(1, q_len), step):  # once also without a query: empty results of the right shape
         rows = slice(start, min(q_len, start + step))
         s_HQL = q_QHD[rows].double().transpose(0, 1) @ k_HLD.transpose(1, 2) * spec.scale
         if spec.softcap is not None:
@@ -99,3 +101,38 @@ def _softmax_times(
     rounded = rounded.to(dtype).double()
     lse = torch.where(total > 0, total.log() + top, torch.full_like(total, float("-inf")))
     return out, lse[..., 0], rounded
+
+
+class OracleBackend:
+    """The oracle as a Backend: every feature, layout and KV dtype, right by construction, and slow.
+
+    What checks are checked with: a mutant of it has one defect and no other, also in features that no CPU
+    kernel has (softcap, sinks, ALiBi, quantised KV).
+    """
+
+    name = "oracle:fp64"
+
+    def check(self, case: AttentionCase) -> list[Reason]:
+        return []
+
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False) -> Planned:
+        return _PlannedOracle(self.name, batch, spec)
+
+
+class _PlannedOracle(Planned):
+    def run(
+        self, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        outs, lses, row = [], [], 0
+        for i, q_len in enumerate(self.batch.q_lens):
+            mask = None if self.batch.masks is None else self.batch.masks[i]
+            k, v = (member_keys(cache, self.batch, i) for cache in (k_NPGD, v_NPGD))
+            truth = attend(q_THD[row : row + q_len], k, v, self.spec, mask)
+            outs.append(truth.out_QHD.to(q_THD.dtype))
+            lses.append(truth.lse_QH.float())
+            row += q_len
+        return torch.cat(outs), torch.cat(lses)
+
+    def replan(self, batch: Batch) -> None:
+        self._check_fits(batch)
+        self.batch = batch

@@ -95,6 +95,8 @@ class _PlannedSdpa(Planned):
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, causal, attn_mask=bias, scale=self.spec.scale
             )
+            if mask is not None:  # the operator gives rows that see no key a finite LSE
+                lse = lse.masked_fill(~mask.any(-1), float("-inf"))
             return out[0].transpose(0, 1), lse[0].transpose(0, 1)
         out = F.scaled_dot_product_attention(
             q,

@@ -59,40 +59,74 @@ def spec_of(case: AttentionCase) -> AttentionSpec:
     )
 
 
-def make(case: AttentionCase, inputs: Inputs, seed: int, *, device: str = "cpu") -> Problem:
-    """The problem of a case for one kind of inputs and a seed; the same on every machine."""
-    spec, page = spec_of(case), case.page_size or 16
+@dataclass(frozen=True)
+class Member:
+    """One member's inputs as they are stored: q [q_len, H, D], k and v [kv_len, G, D], mask [q_len, kv_len]."""
+
+    q_QHD: torch.Tensor
+    k_LGD: torch.Tensor
+    v_LGD: torch.Tensor
+    mask_QL: torch.Tensor | None = None
+
+
+def members_of(case: AttentionCase, spec: AttentionSpec, inputs: Inputs, seed: int) -> list[Member]:
+    """Seeded inputs of every member of a case, on the CPU; the same on every machine."""
     generator = torch.Generator().manual_seed(seed)
-    tables = _tables(case, page, generator) if case.page_size is not None else ()
-    queries: list[torch.Tensor] = []
-    keys: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
-    masks: list[torch.Tensor] = []
-    truths: list[Truth] = []
-    for member in case.members:
-        q, k, v = _member(member.q_len, member.kv_len, spec, page, inputs, generator)
+    if case.page_size is not None:
+        _tables(case, case.page_size, generator)  # pages draw first, so that a seed means what it always meant
+    found = []
+    for one in case.members:
+        q, k, v = _member(one.q_len, one.kv_len, spec, case.page_size or 16, inputs, generator)
         mask = None
         if case.custom_mask:
-            mask = torch.rand(member.q_len, member.kv_len, generator=generator) < 2 / 3
-            masks.append(mask.to(device))
-        truths.append(attend(q, k, v, spec, mask))
-        for found, one in ((queries, q), (keys, k), (values, v)):
-            found.append(one)
+            mask = torch.rand(one.q_len, one.kv_len, generator=generator) < 2 / 3
+        found.append(Member(q, k, v, mask))
+    return found
+
+
+def make(case: AttentionCase, inputs: Inputs, seed: int, *, device: str = "cpu") -> Problem:
+    """The problem of a case for one kind of inputs and a seed; its inputs are the same on every machine."""
+    spec = spec_of(case)
+    return build(case, spec, members_of(case, spec, inputs, seed), seed=seed, device=device)
+
+
+def build(
+    case: AttentionCase,
+    spec: AttentionSpec,
+    members: list[Member],
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    poison: tuple[float, float] = (math.nan, math.nan),
+) -> Problem:
+    """The problem of given members in the case's layout, with its truth.
+
+    Lengths are those of the case; `seed` shuffles the pages; slots that no member owns hold `poison` in K and V.
+    """
+    page = case.page_size
+    tables = _tables(case, page, torch.Generator().manual_seed(seed)) if page is not None else ()
+    here = [Member(*(None if t is None else t.to(device) for t in vars(m).values())) for m in members]  # type: ignore[arg-type]
+    truths = [attend(m.q_QHD, m.k_LGD, m.v_LGD, spec, m.mask_QL) for m in here]
     batch = Batch(
         tuple(m.q_len for m in case.members),
         tuple(m.kv_len for m in case.members),
         tables,
-        case.page_size,
+        page,
         layout=case.layout,
-        masks=tuple(masks) if case.custom_mask else None,
+        masks=tuple(m.mask_QL for m in here if m.mask_QL is not None) if case.custom_mask else None,
     )
-    truth = Truth(
-        torch.cat([t.out_QHD for t in truths]).to(device),
-        torch.cat([t.lse_QH for t in truths]).to(device),
-        torch.cat([t.rounded_QHD for t in truths]).to(device),
+    k = _laid_out(batch, [m.k_LGD for m in members], poison[0]).to(device)
+    v = _laid_out(batch, [m.v_LGD for m in members], poison[1]).to(device)
+    return Problem(batch, spec, torch.cat([m.q_QHD for m in here]), k, v, joined(truths))
+
+
+def joined(truths: list[Truth]) -> Truth:
+    """The truth of a batch from those of its members."""
+    return Truth(
+        torch.cat([t.out_QHD for t in truths]),
+        torch.cat([t.lse_QH for t in truths]),
+        torch.cat([t.rounded_QHD for t in truths]),
     )
-    k, v = (_laid_out(batch, parts).to(device) for parts in (keys, values))
-    return Problem(batch, spec, torch.cat(queries).to(device), k, v, truth)
 
 
 def _tables(case: AttentionCase, page: int, generator: torch.Generator) -> tuple[tuple[int, ...], ...]:
@@ -106,18 +140,18 @@ def _tables(case: AttentionCase, page: int, generator: torch.Generator) -> tuple
     return tuple(tables)
 
 
-def _laid_out(batch: Batch, members: list[torch.Tensor]) -> torch.Tensor:
-    """Keys (or values) [kv_len, G, D] of all members in the batch's layout; what nobody owns is NaN."""
+def _laid_out(batch: Batch, members: list[torch.Tensor], poison: float) -> torch.Tensor:
+    """Keys (or values) [kv_len, G, D] of all members in the batch's layout; what nobody owns holds `poison`."""
     (heads, dim), dtype = members[0].shape[1:], members[0].dtype
     if batch.layout == "ragged":
         return torch.cat(members)
     if batch.layout == "contiguous":
-        dense = _nan((len(members), max(batch.kv_lens), heads, dim), dtype)
+        dense = _full((len(members), max(batch.kv_lens), heads, dim), poison, dtype)
         for row, member in zip(dense, members, strict=True):
             row[: len(member)] = member
         return dense
     page = batch.page_size or 1
-    cache = _nan((sum(map(len, batch.block_tables)) + 1, page, heads, dim), dtype)
+    cache = _full((sum(map(len, batch.block_tables)) + 1, page, heads, dim), poison, dtype)
     # The CPU has no indexed copy of float8; bytes are bytes.
     raw = torch.uint8 if dtype.itemsize == 1 else dtype
     flat = cache.view(raw).view(-1, heads, dim)
@@ -127,8 +161,8 @@ def _laid_out(batch: Batch, members: list[torch.Tensor]) -> torch.Tensor:
     return cache if batch.layout == "paged_nhd" else cache.transpose(1, 2).contiguous()
 
 
-def _nan(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.full(shape, math.nan, dtype=torch.float32).to(dtype)
+def _full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, value, dtype=torch.float32).to(dtype)
 
 
 def _member(
