@@ -9,14 +9,13 @@ from dataclasses import replace
 import torch
 
 from attention import confirm
-from attention.backends.base import Backend, Batch
+from attention.backends.base import Backend, Batch, member_keys
 from attention.backends.oracle import attend
 from attention.cases import AttentionCase
-from attention.probe import MAX_RATIO
+from attention.checks.common import MAX_RATIO, reason
 from attention.reasons import Code, Reason
 from attention.replay.figures import compare
 from attention.replay.problems import make, spec_of
-from tests.reports.sound import keys_of
 
 Check = Callable[[Backend, AttentionCase, str], list[Reason]]
 
@@ -37,13 +36,13 @@ def logit_range(backend: Backend, case: AttentionCase, device: str) -> list[Reas
         out, lse = planned.run(q_THD, k, problem.v)
         truths, row = [], 0
         for i, q_len in enumerate(problem.batch.q_lens):
-            keys, values = (keys_of(x, problem.batch, i) for x in (k, problem.v))
+            keys, values = (member_keys(x, problem.batch, i) for x in (k, problem.v))
             truths.append(attend(q_THD[row : row + q_len], keys, values, spec))
             row += q_len
         for truth, rows in zip(truths, _rows(problem.batch), strict=True):
             figures = compare(out[rows], None if lse is None else lse[rows], truth, spec.dtype)
             if not figures.r_rms <= MAX_RATIO[case.dtype]:
-                found.append(_reason(Code.NUMERIC_DRIFT, "logit", f"{level:g}", "any finite score", "rows are lost"))
+                found.append(reason(Code.NUMERIC_DRIFT, "logit", f"{level:g}", "any finite score", "rows are lost"))
     return found
 
 
@@ -54,9 +53,9 @@ def nan_query(backend: Backend, case: AttentionCase, device: str) -> list[Reason
     q_THD[-1] = math.nan
     out, _ = backend.plan(problem.batch, problem.spec).run(q_THD, problem.k, problem.v)
     if not out[-1].isnan().all():
-        return [_reason(Code.NUMERIC_DRIFT, "NaN query", "finite output", "NaN", "a NaN input leaves as a number")]
+        return [reason(Code.NUMERIC_DRIFT, "NaN query", "finite output", "NaN", "a NaN input leaves as a number")]
     if out[:-1].isnan().any():
-        return [_reason(Code.PAD_POISON, "NaN query", "NaN in other rows", "its own row", "rows share a NaN")]
+        return [reason(Code.PAD_POISON, "NaN query", "NaN in other rows", "its own row", "rows share a NaN")]
     return []
 
 
@@ -75,7 +74,7 @@ def outside_window(backend: Backend, case: AttentionCase, device: str) -> list[R
         out, _ = backend.plan(problem.batch, spec).run(problem.q_THD, problem.k, problem.v)
         if out.isnan().any():
             observed = f"NaN in {poisoned} before the window"
-            found.append(_reason(Code.PAD_POISON, "window", observed, "not read", "0 * NaN is NaN"))
+            found.append(reason(Code.PAD_POISON, "window", observed, "not read", "0 * NaN is NaN"))
     return found
 
 
@@ -86,7 +85,7 @@ def confirmation(backend: Backend, case: AttentionCase, device: str) -> list[Rea
     _, ran = confirm.watch(lambda: planned.run(problem.q_THD, problem.k, problem.v), device=device)
     if ran == backend.name:
         return []
-    return [_reason(Code.UNCONFIRMED, "executed operator", ran, backend.name, "another backend ran")]
+    return [reason(Code.UNCONFIRMED, "executed operator", ran, backend.name, "another backend ran")]
 
 
 EXTRA_CHECKS: dict[str, Check] = {
@@ -106,7 +105,3 @@ def _slots(batch: Batch, member: int) -> torch.Tensor:
     """Flat slots of a member's keys in NHD pages."""
     page, table = batch.page_size or 1, batch.block_tables[member]
     return torch.tensor([table[i // page] * page + i % page for i in range(batch.kv_lens[member])], dtype=torch.long)
-
-
-def _reason(code: Code, dimension: str, observed: str, allowed: str, message: str) -> Reason:
-    return Reason(code=code, dimension=dimension, observed=observed, allowed=allowed, source="probe", message=message)

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import torch
 
-from attention.backends.base import AttentionSpec, Batch, Planned
+from attention.backends.base import AttentionSpec, Batch, Planned, member_keys
+from attention.backends.oracle import OracleBackend
 from attention.cases import AttentionCase
 from attention.reasons import Reason
-from tests.reports.sound import Sound, keys_of
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -25,7 +25,7 @@ class Mutant:
     """A sound backend; a subclass breaks one method."""
 
     def __init__(self) -> None:
-        self.sound = Sound()
+        self.sound = OracleBackend()
         self.name = f"mutant:{type(self).__name__}"
 
     def check(self, case: AttentionCase) -> list[Reason]:
@@ -189,7 +189,7 @@ class PoisonOutsideWindow(Mutant):
     def run(self, planned: Planned, q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Result:
         out, lse = planned.run(q_THD, k, v)
         for i, rows in enumerate(_rows(planned.batch)):
-            out[rows] += 0 * keys_of(v, planned.batch, i).float().sum(0).sum().to(out.dtype)
+            out[rows] += 0 * member_keys(v, planned.batch, i).float().sum(0).sum().to(out.dtype)
         return out, lse
 
 
@@ -216,7 +216,7 @@ class EmptyRowIsMean(Mutant):
         assert lse is not None
         ratio = planned.spec.heads_q // planned.spec.heads_kv
         for i, rows in enumerate(_rows(planned.batch)):
-            values = keys_of(v, planned.batch, i).float() * planned.spec.v_scale
+            values = member_keys(v, planned.batch, i).float() * planned.spec.v_scale
             if len(values):
                 mean_HD = values.mean(0).repeat_interleave(ratio, 0).to(out.dtype)
                 empty = torch.isneginf(lse[rows])[..., None]
@@ -490,8 +490,10 @@ class GraphOfFirstLayout(Mutant):
 class PageOffsetInt32(Mutant):
     """Page id times page stride is computed in 32 bits: past 2^31 elements it wraps to another page."""
 
+    elements = 2**31
+
     def run(self, planned: Planned, q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Result:
-        batch, pages = planned.batch, max(1, 2**31 // max(1, k.stride(0)))
+        batch, pages = planned.batch, max(1, self.elements // max(1, k.stride(0)))
         if batch.paged:
             tables = tuple(tuple(page % pages for page in table) for table in batch.block_tables)
             batch = replace(batch, block_tables=tables)
@@ -532,7 +534,7 @@ class PaddingLeaks(Mutant):
         for i, rows in enumerate(_rows(batch)):
             for cache, leaks in ((k, self.keys), (v, self.values)):
                 if leaks:
-                    rest = keys_of(cache, whole, i)[batch.kv_lens[i] :]
+                    rest = member_keys(cache, whole, i)[batch.kv_lens[i] :]
                     out[rows] += 0 * rest.float().sum().to(out.dtype)
         return out, lse
 

@@ -5,22 +5,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from attention.backends import create
-from attention.backends.base import Backend, member_keys
+from attention.backends.base import Backend, Planned
+from attention.backends.oracle import OracleBackend
 from attention.cases import AttentionCase
+from attention.checks import CHECKS, NotApplicable, repeats, run_check
 from attention.errors import UserError
 from attention.reasons import Code, Reason
 from attention.replay.problems import make
 from tests.reports import mutants, real
 from tests.reports.extra_checks import EXTRA_CHECKS
 from tests.reports.reports import REPORTS, Report, case, half
-from tests.reports.sound import Sound
 
-checks = pytest.importorskip("attention.checks")
-CHECKS, run_check = checks.CHECKS, checks.run_check
+torch.set_num_threads(1)  # tests share two cores with others
 
 every_report = pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.id)
 with_real_call = pytest.mark.parametrize("report", [r for r in REPORTS if r.real], ids=lambda report: report.id)
@@ -33,12 +35,30 @@ on_gpu = pytest.mark.parametrize(
 def judge(report: Report, backend: Backend, device: str = "cpu") -> list[Reason]:
     if report.check in EXTRA_CHECKS:
         return EXTRA_CHECKS[report.check](backend, report.case, device)
+    if report.check == "graph_replay" and device == "cpu":
+        return repeats.replayed(backend, report.case, device, capture_eagerly)
     return run_check(report.check, backend, report.case, device)
+
+
+def capture_eagerly(
+    planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, Callable[[], None]]:
+    """A graph of the CPU: a static output that each replay fills."""
+    out = planned.run(q, k, v)[0].clone()
+
+    def replay() -> None:
+        out.copy_(planned.run(q, k, v)[0])
+
+    return out, replay
 
 
 @every_report
 def test_a_sound_backend_passes(report: Report) -> None:
-    assert judge(report, report.sound()) == []
+    found = judge(report, report.sound())
+    assert found == []
+    if isinstance(found, NotApplicable):  # nothing was tested: no pass, but for what offsets of 64 bits settle
+        assert report.check == "index_range"
+        assert "64-bit offsets" in found.why
 
 
 @every_report
@@ -50,13 +70,16 @@ def test_the_reported_defect_is_named(report: Report) -> None:
 @with_real_call
 def test_the_installed_library_still_fails_or_does_not(report: Report) -> None:
     assert report.real is not None
-    found = {reason.code for reason in judge(report, report.real())}
-    assert (report.code in found) if report.here == "fails" else not found
+    found = judge(report, report.real())
+    assert not isinstance(found, NotApplicable)
+    codes = {reason.code for reason in found}
+    assert (report.code in codes) if report.here == "fails" else not codes
 
 
 @pytest.mark.gpu
 @on_gpu
 def test_on_a_gpu_the_backend_is_sound_or_has_the_reported_defect(report: Report, name: str) -> None:
+    """Which of the two is printed (`-rP`): a later version may have fixed it. Anything else is news."""
     try:
         backend = create(name, "cuda")
     except UserError as error:
@@ -64,6 +87,8 @@ def test_on_a_gpu_the_backend_is_sound_or_has_the_reported_defect(report: Report
     if refused := backend.check(report.case):
         pytest.skip("; ".join(map(str, refused)))
     found = judge(report, backend, "cuda")
+    if isinstance(found, NotApplicable):
+        pytest.skip(found.why)
     print(f"{report.id} on {name}: {', '.join(map(str, found)) or 'sound'}")
     assert {reason.code for reason in found} <= {report.code}, found
 
@@ -79,7 +104,7 @@ def test_ids_are_unique_and_at_least_thirty_reports_run() -> None:
 def test_every_mutant_stands_for_a_report() -> None:
     used = {report.mutant for report in REPORTS}
     kinds = {kind for kind in vars(mutants).values() if isinstance(kind, type) and issubclass(kind, mutants.Mutant)}
-    assert kinds - used - {mutants.Mutant, mutants.PaddingOfKLeaks.__base__} <= {mutants.AlibiIgnored}
+    assert kinds - used == {mutants.Mutant, mutants.AlibiIgnored}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +121,7 @@ def test_every_mutant_stands_for_a_report() -> None:
 )
 def test_the_sound_backend_is_the_rounded_truth(problem_case: AttentionCase) -> None:
     problem = make(problem_case, "normal", 1)
-    out, lse = Sound().plan(problem.batch, problem.spec).run(problem.q_THD, problem.k, problem.v)
+    out, lse = OracleBackend().plan(problem.batch, problem.spec).run(problem.q_THD, problem.k, problem.v)
     assert torch.equal(out, problem.truth.out_QHD.to(out.dtype))
     assert lse is not None
     assert torch.equal(lse, problem.truth.lse_QH.float())
@@ -138,10 +163,16 @@ def test_flashinfer_4451_has_a_sound_answer_on_the_cpu() -> None:
     assert torch.equal(torch.nn.functional.scaled_dot_product_attention(q, k, v), v)
 
 
-def test_member_keys_and_the_mutants_agree_on_addresses() -> None:
-    """`StridesIgnored` is harmless on dense tensors: what it breaks is strides and nothing else."""
+def test_strides_that_are_ignored_harm_no_dense_tensor() -> None:
     problem = make(case(), "normal", 2)
     planned = mutants.StridesIgnored().plan(problem.batch, problem.spec)
     out, _ = planned.run(problem.q_THD, problem.k, problem.v)
     assert torch.equal(out, problem.truth.out_QHD.to(out.dtype))
-    assert member_keys(problem.k, problem.batch, 0).isfinite().all()
+
+
+def test_offsets_that_wrap_read_another_page() -> None:
+    """The defect that `index_range` computes, shown on a smaller integer: 2^9 elements instead of 2^31."""
+    mutant = mutants.PageOffsetInt32()
+    assert run_check("needles", mutant, case(), "cpu") == []
+    mutant.elements = 2**9
+    assert {reason.code for reason in run_check("needles", mutant, case(), "cpu")} == {Code.NUMERIC_DRIFT}
