@@ -18,9 +18,11 @@ def main() -> None:
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     for row in (header, *rows):
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
-    real = sum(r.here == "fails" for r in REPORTS)
-    gpu = sum(bool(r.gpu) for r in REPORTS)
-    print(f"{len(REPORTS)} reports, each on a mutant; {real} fail here for real; {gpu} also run on a CUDA machine")
+    here = {kind: sum(r.here == kind for r in REPORTS) for kind in ("fails", "kin", "fixed")}
+    print(
+        f"{len(REPORTS)} reports, each on a mutant; {here['fails']} fail here for real, {here['kin']} in kin, "
+        f"{here['fixed']} are fixed here; {sum(bool(r.gpu) for r in REPORTS)} also run on a CUDA machine"
+    )
 
 
 if __name__ == "__main__":
