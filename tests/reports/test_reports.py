@@ -77,6 +77,7 @@ def test_the_installed_library_still_fails_or_does_not(report: Report) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @on_gpu
 def test_on_a_gpu_the_backend_is_sound_or_has_the_reported_defect(report: Report, name: str) -> None:
     """Which of the two is printed (`-rP`): a later version may have fixed it. Anything else is news."""
