@@ -2,7 +2,8 @@
 
     python -m attention probe --model data/models/smollm2-135m-instruct --policy data/policies/cpu-flash.yaml
     python -m attention resolve data/policies/document.yaml --model data/models/smollm2-135m-instruct
-    python -m attention matrix
+    python -m attention probe --backends all --device cuda --cells attention/cells/hopper.yaml --out rows.parquet
+    python -m attention matrix [--drift rows.parquet [other.parquet]]
     python -m attention serve --help
 
 Exit: 0 done; 1 a probe failed; 2 bad input or set-up; 130 Ctrl-C.
@@ -62,7 +63,11 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         if job:
             sub.add_argument("--job", type=Path, help="job file (JSON, attention/job.py); replaces the other flags")
-            sub.add_argument("--out", type=Path, help="folder for result.json and recordings")
+            sub.add_argument(
+                "--out",
+                type=Path,
+                help="folder for result.json and recordings (probe: or a .json or .parquet file of rows)",
+            )
         if setup:
             sub.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder of a transformers causal LM")
             sub.add_argument("--policy", type=Path, default=DEFAULT_POLICY, help="attention policy (YAML)")
@@ -74,13 +79,28 @@ def _parser() -> argparse.ArgumentParser:
     fingerprint.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="two fingerprint files")
     matrix = verb("matrix", "the declared compatibility matrix", _matrix)
     matrix.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    matrix.add_argument(
+        "--drift",
+        nargs="+",
+        type=Path,
+        metavar="OBSERVED",
+        help="a file of `probe --out` against the rules that it met, or two files against each other",
+    )
     resolve = verbs.add_parser("resolve", help="the ordered chain of a policy, and why others are left out")
     resolve.add_argument("policy", type=Path)
     resolve.add_argument("--model", type=Path, default=DEFAULT_MODEL)
     resolve.add_argument("--device", default="cpu")
     resolve.add_argument("--json", action="store_true")
     resolve.set_defaults(run=_resolve)
-    verb("probe", "run the startup capability probes", _probe, job=True, setup=True)
+    probe = verb("probe", "run the capability probes", _probe, job=True, setup=True)
+    probe.add_argument("--backends", help="comma-separated backends or families, or `all`; default: the policy's")
+    probe.add_argument("--cells", type=Path, help="cases and checks (YAML or JSON) in place of the model's")
+    probe.add_argument("--jobs", type=int, help="workers at a time; default 2, on a GPU 4")
+    probe.add_argument("--timeout-s", type=float, default=120.0, help="seconds that one probe may take")
+    probe.add_argument("--budget-s", type=float, help="seconds for all of --cells; what is left is unknown")
+    probe.add_argument(
+        "--try-declared-failures", action="store_true", help="run also what declared rules refuse (for matrix --drift)"
+    )
     verb("replay", "record the numerical replay of one side: tensor, model and business layer", _replay, job=True)
     verb("compare", "compare two recordings of the model layer", _compare, job=True)
     verb("bench", "a resident worker that times what stdin asks for", _bench, job=True)
@@ -189,19 +209,63 @@ def _read_fingerprint(path: Path) -> Any:
 
 def _matrix(args: argparse.Namespace) -> int:
     from attention.backends import NAMES
-    from attention.matrix import declared
+    from attention.matrix import declared, known_bad
 
+    if args.drift:
+        return _drift(args.drift, args.json)
     sheets = declared()
     if args.json:
         cells = {b: {p: d.model_dump(mode="json") for p, d in sheets.get(b, {}).items()} for b in NAMES}
-        print(json.dumps(cells, indent=1))
+        bad = [entry.model_dump(mode="json") for entry in known_bad()]
+        print(json.dumps({**cells, "known_bad": bad}, indent=1))
         return 0
     for backend in NAMES:
         platforms = sheets.get(backend, {})
         print(f"{backend:24} {', '.join(sorted(platforms)) or 'unknown (no declared rules)'}")
-        for platform, sheet in sorted(platforms.items()):
-            for rule in sheet.rules:
-                print(f"    {platform:5} {rule.dimension:20} {rule.allowed_text():32} {rule.code}  [{rule.source}]")
+        rows: list[tuple[str, ...]] = [
+            (platform, rule.dimension, rule.allowed_text(), rule.code, rule.versions, rule.source)
+            for platform, sheet in sorted(platforms.items())
+            for rule in sheet.rules
+        ]
+        rows += [
+            (
+                platform,
+                "known_bad",
+                " and ".join(f"{name} {limits.allowed_text()}" for name, limits in entry.when.items()),
+                entry.code,
+                entry.versions,
+                entry.source,
+            )
+            for entry in known_bad()
+            if entry.backend == backend
+            for platform in entry.platforms
+        ]
+        for line in _aligned(rows):
+            print(f"    {line}")
+    return 0
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows as lines, every column as wide as its widest entry; an empty column is left out."""
+    kept = [column for column in zip(*rows, strict=True) if any(column)]
+    widths = [max(map(len, column)) for column in kept]
+    return [
+        "  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in zip(*kept, strict=True)
+    ]
+
+
+def _drift(files: list[Path], as_json: bool) -> int:
+    from attention.drift import against_rules, between, read_rows
+
+    if len(files) > 2:
+        raise UserError("--drift takes one observation, or two")
+    observed = [read_rows(path) for path in files]
+    found = against_rules(observed[0]) if len(files) == 1 else between(*observed)
+    if as_json:
+        print(json.dumps([one.model_dump(mode="json") for one in found], indent=1))
+    else:
+        print("\n".join(map(str, found)) or "no drift")
     return 0
 
 
@@ -216,7 +280,7 @@ def _resolve(args: argparse.Namespace) -> int:
     policy = load_policy(args.policy)
     dtype = resolve_dtype("auto", args.device)
     spec = specs_of(args.model, dtype)[0]
-    cases = {p.case.phase: p.case for p in probes_of(spec, dtype, 16) if p.required}
+    cases = {p.case.phase: p.case for p in probes_of(spec, dtype, 16) if p.required and not p.check}
     found = [
         resolve(policy, case, lambda name, c: declared_reasons(name, c, device=args.device)) for case in cases.values()
     ]
@@ -239,9 +303,21 @@ class ProbeSummary(BaseModel):
 
 def _probe(args: argparse.Namespace) -> int:
     from attention import startup
+    from attention.drift import write_rows
 
-    job: ProbeJob = _job(args, ProbeJob) if args.job else ProbeJob(setup=_setup(args))
-    results = startup.probe(job.setup, job.timeout_s)
+    if args.cells is not None:
+        return _probe_cells(args)
+    job: ProbeJob = (
+        _job(args, ProbeJob) if args.job else ProbeJob(setup=_setup(args), level="full", timeout_s=args.timeout_s)
+    )
+    results = startup.probe(
+        job.setup,
+        job.timeout_s,
+        level=job.level,
+        backends=_backends(args.backends) if args.backends else None,
+        jobs=args.jobs or _jobs(job.setup.device),
+        try_declared=args.try_declared_failures,
+    )
     dispatcher = startup.decide(job.setup, results)
     found = startup.identify(job.setup, dispatcher)
     summary = ProbeSummary(
@@ -261,18 +337,65 @@ def _probe(args: argparse.Namespace) -> int:
     )
     if job.evidence:
         _rows(job.evidence, "probes", [r.row() for r in results], found.id, found.identity.model_id)
-    if args.out:
+    if args.out and args.out.suffix:
+        write_rows(args.out, results)
+    elif args.out:
         write_result(args.out, summary)
-    elif args.json:
+    if args.json:
         print(summary.model_dump_json(indent=1))
-    else:
-        for result in results:
-            reasons = "; ".join(str(reason) for reason in result.reasons)
-            print(f"{result.backend:22} {result.probe:18} {result.level:10} {result.status:7} {reasons}")
+    elif not args.out:
+        _show(results)
         print(f"resolved: {', '.join(f'{phase}={name}' for phase, name in dispatcher.resolved.items())}")
     resolved = set(dispatcher.resolved.values())
     failed = any(r.status != "pass" for r in results if r.backend in resolved and r.required)
     return 1 if failed else 0
+
+
+def _probe_cells(args: argparse.Namespace) -> int:
+    """Probe a file of cells: rows, and no decision."""
+    from attention.cells import load_cells
+    from attention.drift import write_rows
+    from attention.probe import probe_all
+
+    if args.out is not None and args.out.suffix not in (".json", ".parquet"):
+        raise UserError(f"--out {args.out}: write probe rows to a .json or .parquet file")
+    _check_device(args.device)
+    results = probe_all(
+        _backends(args.backends or "all"),
+        load_cells(args.cells),
+        device=args.device,
+        timeout_s=args.timeout_s,
+        jobs=args.jobs or _jobs(args.device),
+        try_declared=args.try_declared_failures,
+        by_head_dim=True,
+        budget_s=args.budget_s,
+        progress=_progress("probes"),
+    )
+    if args.out:
+        write_rows(args.out, results)
+    if args.json:
+        print(json.dumps({"results": [r.model_dump(mode="json") for r in results]}, indent=1))
+    elif not args.out:
+        _show(results)
+    return 0
+
+
+def _backends(text: str) -> tuple[str, ...]:
+    from attention.backends import NAMES, expand
+
+    if text == "all":
+        return NAMES
+    return tuple(dict.fromkeys(name for part in text.split(",") for name in expand(part.strip())))
+
+
+def _jobs(device: str) -> int:
+    return 4 if device.startswith("cuda") else 2
+
+
+def _show(results: list[Any]) -> None:
+    for result in results:
+        reasons = "; ".join(str(reason) for reason in result.reasons)
+        print(f"{result.backend:22} {result.probe:18} {result.level:10} {result.status:9} {reasons}".rstrip())
 
 
 def _replay(args: argparse.Namespace) -> int:

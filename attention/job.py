@@ -54,6 +54,7 @@ class ProbeJob(_Strict):
     setup: Setup
     evidence: Evidence | None = None
     timeout_s: float = 120.0
+    level: Literal["startup", "full"] = "startup"
 
 
 class Prompt(_Strict):
