@@ -54,6 +54,8 @@ def attend(
     allowed_QL = positions_mask(q_len, kv_len, spec, q_QHD.device)
     if mask_QL is not None:
         allowed_QL = mask_QL if allowed_QL is None else allowed_QL & mask_QL
+    if allowed_QL is not None:  # what no query sees may hold NaN, and a weight of 0 times NaN is NaN
+        v_HLD = v_HLD.masked_fill(~allowed_QL.any(0)[:, None], 0.0)
     sinks_H11 = None
     if spec.sinks is not None:
         sinks_H11 = torch.tensor(spec.sinks, dtype=torch.float64, device=q_QHD.device)[:, None, None]
