@@ -22,6 +22,12 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("fmha_cutlassF_", "torch_sdpa:efficient"),
     ("cudnn_generated_fort_native_sdpa", "torch_sdpa:cudnn"),
     ("flashinfer::", "flashinfer:fa2"),
+    # After pytorch_flash::, which holds the same words.
+    ("flash::flash_fwd", "flash_attn:fa2"),
+    ("flash::FlashAttnFwdSm90", "flash_attn:fa3"),
+    ("FlashAttentionForwardSm", "flash_attn:fa4"),
+    ("flex_attention", "flex_attention:triton"),
+    ("flex_decoding", "flex_attention:triton"),
     ("aten::_scaled_dot_product_flash_attention", "torch_sdpa:flash"),
     ("aten::_scaled_dot_product_efficient_attention", "torch_sdpa:efficient"),
     ("aten::_scaled_dot_product_cudnn_attention", "torch_sdpa:cudnn"),

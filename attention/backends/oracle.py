@@ -57,7 +57,7 @@ def attend(
         sinks_H11 = torch.tensor(spec.sinks, dtype=torch.float64, device=q_QHD.device)[:, None, None]
     step = max(1, _CHUNK_SCORES // max(1, spec.heads_q * kv_len))
     outs, lses, roundeds = [], [], []
-    for start in range(0, q_len, step):
+    for start in range(0, max(q_len, 1), step):  # no query is one empty chunk
         rows = slice(start, min(q_len, start + step))
         s_HQL = q_QHD[rows].double().transpose(0, 1) @ k_HLD.transpose(1, 2) * spec.scale
         if spec.softcap is not None:

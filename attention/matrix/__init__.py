@@ -8,6 +8,7 @@ has no cell, so it is `unknown`, which never lets anything pass.
 from __future__ import annotations
 
 import importlib.util
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,8 @@ def _dimensions(case: AttentionCase, device: str) -> dict[str, Any]:
         "gqa_ratio": case.gqa_ratio,
         "same_head_dims": case.head_dim_qk == case.head_dim_vo,
         "min_kv_len": min((m.kv_len for m in case.members), default=0),
-        "mask_free": all(m.q_len in (1, m.kv_len) for m in case.members) and left is None,
+        "shortest_kv_len": min((m.kv_len for m in case.members if m.kv_len), default=math.inf),
+        "contiguous_padding": case.layout == "contiguous" and len({m.kv_len for m in case.members}) > 1,
         "kv_dtype_effective": case.dtype if case.kv_dtype == "auto" else case.kv_dtype,
     }
     if values["device"] == "cuda":
@@ -111,7 +113,7 @@ def _dimensions(case: AttentionCase, device: str) -> dict[str, Any]:
 def _importable(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # a parent of a dotted name is missing
+    except ImportError:  # a parent of a dotted name is missing or broken
         return False
 
 
