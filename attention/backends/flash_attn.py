@@ -137,7 +137,7 @@ class _Fa2(_PlannedFlash):
         self._rows = -1  # keys a member of the contiguous cache, known at the first run
         self._used = None if self.batch.layout == "ragged" else self._kv_lens
         self._before: tuple[Any, ...] = (None, self._table, slopes, max_q, self._max_k, 0.0, self.spec.scale, False)
-        self._after = (causal, *window, softcap, False, None)
+        self._after: tuple[Any, ...] = (causal, *window, softcap, False, None)
 
     def run(
         self, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor

@@ -73,7 +73,7 @@ def attend(
         enable_gqa=q_RHQD.shape[1] != k_RGKD.shape[1],
         return_aux=AuxRequest(lse=True),
     )
-    lse: torch.Tensor = aux.lse
+    lse: Any = aux.lse
     if sinks_H1 is not None:
         total = torch.logaddexp(lse, sinks_H1)
         out = (out * torch.exp(lse - total)[..., None]).to(q_RHQD.dtype)
