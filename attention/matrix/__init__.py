@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,8 @@ def _dimensions(case: AttentionCase, device: str) -> dict[str, Any]:
         "max_q_len": max((m.q_len for m in case.members), default=0),
         "max_kv_len": max((m.kv_len for m in case.members), default=0),
         "min_kv_len": min((m.kv_len for m in case.members), default=0),
-        "mask_free": all(m.q_len in (1, m.kv_len) for m in case.members) and left is None,
+        "shortest_kv_len": min((m.kv_len for m in case.members if m.kv_len), default=math.inf),
+        "contiguous_padding": case.layout == "contiguous" and len({m.kv_len for m in case.members}) > 1,
         "kv_dtype_effective": case.dtype if case.kv_dtype == "auto" else case.kv_dtype,
     }
     if values["device"] == "cuda":
@@ -215,7 +217,7 @@ def _dimensions(case: AttentionCase, device: str) -> dict[str, Any]:
 def _importable(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # a parent of a dotted name is missing
+    except ImportError:  # a parent of a dotted name is missing or broken
         return False
 
 

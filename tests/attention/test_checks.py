@@ -65,7 +65,7 @@ class Mutant:
     def check(self, case: AttentionCase) -> list[Reason]:
         return []
 
-    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         return _PlannedMutant(self, batch, spec)
 
 
@@ -477,7 +477,7 @@ def emulated(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 class Stale(Mutant):
     """Replans without effect on what was captured."""
 
-    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         planned = super().plan(batch, spec, graph=graph)
         planned.replan = lambda batch: None  # type: ignore[method-assign]
         return planned
@@ -501,7 +501,7 @@ def test_a_capture_that_fails_is_named_as_that() -> None:
 
 
 class _NoReplan(Mutant):
-    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         planned = super().plan(batch, spec, graph=graph)
         planned.replan = lambda batch: Planned.replan(planned, batch)  # type: ignore[method-assign]
         return planned

@@ -151,7 +151,7 @@ class Liar:
     def check(self, case: AttentionCase) -> list[Reason]:
         return []
 
-    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         return create(MATH).plan(batch, spec)
 
 

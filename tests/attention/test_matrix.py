@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from attention import matrix
 from attention.backends import NAMES
@@ -32,7 +33,19 @@ def codes(backend: str, one: AttentionCase, device: str = "cpu") -> list[Code]:
 
 @pytest.mark.parametrize("backend", ["torch_sdpa:flash", "torch_sdpa:math"])
 def test_what_the_cpu_kernels_serve_has_no_reason(backend: str) -> None:
-    for changes in ({}, {"window": (7, 0)}, {"dtype": "bfloat16"}, {"heads_kv": 1}, {"causal": False}):
+    served: tuple[dict[str, Any], ...] = (
+        {},
+        {"window": (7, 0)},
+        {"dtype": "bfloat16"},
+        {"heads_kv": 1},
+        {"causal": False},
+        {"alibi": True},
+        {"custom_mask": True},
+        {"layout": "paged_hnd"},
+        {"layout": "ragged", "page_size": None},
+        {"batch": "q1s64_q0s0_q9s3"},
+    )
+    for changes in served:
         assert codes(backend, case(**changes)) == []
 
 
@@ -41,17 +54,46 @@ def test_what_the_cpu_kernels_serve_has_no_reason(backend: str) -> None:
     [
         ({"softcap": 30.0}, Code.SOFTCAP_UNSUPPORTED),
         ({"sinks": True}, Code.SINK_UNSUPPORTED),
-        ({"alibi": True}, Code.ALIBI_UNSUPPORTED),
-        ({"custom_mask": True}, Code.MASK_UNSUPPORTED),
         ({"kv_dtype": "fp8_e4m3"}, Code.KV_DTYPE_UNSUPPORTED),
         ({"execution": "cuda_graph"}, Code.GRAPH_CAPTURE_FAILED),
-        ({"layout": "paged_hnd"}, Code.LAYOUT_UNSUPPORTED),
-        ({"batch": "q1s64_q0s0"}, Code.EMPTY_KV_UNSUPPORTED),
         ({"head_dim_vo": 32}, Code.HEAD_DIM_UNSUPPORTED),
     ],
 )
 def test_each_dimension_fails_with_its_own_code(changes: dict[str, Any], code: Code) -> None:
     assert codes("torch_sdpa:flash", case(**changes)) == [code]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hopper GPU with every package, for whoever only reads the rules."""
+    monkeypatch.setattr(matrix, "_importable", lambda package: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "code"),
+    [
+        ("flash_attn:fa2", {"sinks": True}, Code.SINK_UNSUPPORTED),
+        ("flash_attn:fa2", {"page_size": 16}, Code.PAGE_SIZE_UNSUPPORTED),
+        ("flash_attn:fa2", {"head_dim_qk": 264, "head_dim_vo": 264}, Code.HEAD_DIM_UNSUPPORTED),
+        ("flash_attn:fa2", {"head_dim_vo": 128}, Code.HEAD_DIM_UNSUPPORTED),
+        ("flash_attn:fa2", {"custom_mask": True}, Code.MASK_UNSUPPORTED),
+        ("flash_attn:fa3", {"alibi": True}, Code.ALIBI_UNSUPPORTED),
+        ("flash_attn:fa4", {"alibi": True}, Code.ALIBI_UNSUPPORTED),
+        ("flash_attn:fa4", {"page_size": 128}, Code.PAGE_SIZE_UNSUPPORTED),
+        ("flash_attn:fa4", {"batch": "q1s9_q1s8", "layout": "contiguous", "page_size": None}, Code.PAD_POISON),
+        ("flash_attn:fa4", {"kv_dtype": "float8_e4m3fn"}, Code.KV_DTYPE_UNSUPPORTED),
+        ("torch_sdpa:flash", {"window": (7, 0)}, Code.SWA_UNSUPPORTED),
+        ("torch_sdpa:flash", {"alibi": True}, Code.ALIBI_UNSUPPORTED),
+        ("torch_sdpa:flash", {"custom_mask": True}, Code.MASK_UNSUPPORTED),
+        ("torch_sdpa:cudnn", {"batch": "q1s1_q1s64"}, Code.EMPTY_KV_UNSUPPORTED),
+        ("flex_attention:triton", {"execution": "cuda_graph"}, Code.GRAPH_CAPTURE_FAILED),
+    ],
+)
+def test_on_a_gpu_too(hopper: None, backend: str, changes: dict[str, Any], code: Code) -> None:
+    page = 256 if backend == "flash_attn:fa2" else 16
+    one = {"dtype": "bfloat16", "page_size": page, **changes}
+    assert codes(backend, case(**one), device="cuda") == [code]
 
 
 def test_every_failing_dimension_is_reported_at_once() -> None:
@@ -95,6 +137,12 @@ def test_an_installed_package_does_not_hide_that_the_platform_has_no_rules(monke
 def test_a_backend_without_any_declaration_never_passes() -> None:
     (reason,) = declared_reasons("nobody:knows", case(), device="cpu")
     assert (reason.code, reason.allowed) == (Code.ARCH_UNSUPPORTED, "none")
+
+
+def test_flex_attention_says_why_it_is_not_for_the_cpu() -> None:
+    (reason,) = declared_reasons("flex_attention:triton", case(), device="cpu")
+    assert (reason.code, reason.allowed) == (Code.ARCH_UNSUPPORTED, "cuda")
+    assert "return_lse is not supported" in reason.source
 
 
 def test_a_dotted_package_whose_parent_is_missing_is_missing() -> None:

@@ -91,7 +91,7 @@ class Leaking:
     def check(self, case: AttentionCase) -> list[Reason]:
         return []
 
-    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         whole = tuple(len(table) * batch.page_size for table in batch.block_tables)
         return create(FLASH).plan(Batch(batch.q_lens, whole, batch.block_tables, batch.page_size), spec)
 
@@ -99,19 +99,19 @@ class Leaking:
 class Lying(Leaking):
     """Runs another kernel than it says."""
 
-    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         return create(MATH).plan(batch, spec)
 
 
 class Unlaunchable(Leaking):
     """Plans well and raises at launch, with a message of several lines."""
 
-    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         return Planned("none", batch, spec)
 
 
 class Unplannable(Leaking):
-    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         raise ImportError("libfoo.so:\n undefined symbol")
 
 

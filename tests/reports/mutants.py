@@ -31,7 +31,7 @@ class Mutant:
     def check(self, case: AttentionCase) -> list[Reason]:
         return self.sound.check(case)
 
-    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         return _PlannedMutant(self, batch, spec, graph)
 
     def spec(self, spec: AttentionSpec) -> AttentionSpec:
@@ -411,7 +411,7 @@ def _take_heads(cache: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
 class GqaRatioRefused(Mutant):
     """The template exists for group sizes 1, 2, 3, 4 and 8 alone."""
 
-    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         if spec.heads_q // spec.heads_kv not in (1, 2, 3, 4, 8):
             raise RuntimeError(f"Unsupported group_size: {spec.heads_q // spec.heads_kv}")
         return super().plan(batch, spec, graph=graph)

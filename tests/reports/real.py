@@ -34,7 +34,7 @@ class Sdpa:
     def check(self, case: AttentionCase) -> list[Reason]:
         return []
 
-    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         return _PlannedCalls(self.name, batch, spec, self._call, self._padded)
 
 
