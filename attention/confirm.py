@@ -18,6 +18,7 @@ T = TypeVar("T")
 #: (substring of an operator or kernel name, backend). The first match in this order wins: math is
 #: last, since its matrix products and softmax also appear beside fused kernels.
 PATTERNS: tuple[tuple[str, str], ...] = (
+    ("attention_release_paged_", "triton:paged"),
     ("pytorch_flash::flash_fwd", "torch_sdpa:flash"),
     ("fmha_cutlassF_", "torch_sdpa:efficient"),
     ("cudnn_generated_fort_native_sdpa", "torch_sdpa:cudnn"),

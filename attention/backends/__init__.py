@@ -31,7 +31,7 @@ ALIASES: dict[str, str] = {
 }
 
 #: Families of which this release can call a kernel; the others have matrix cells, all of them a reason.
-CALLABLE_FAMILIES = ("torch_sdpa",)
+CALLABLE_FAMILIES = ("torch_sdpa", "triton")
 
 
 def expand(name: str) -> tuple[str, ...]:
@@ -51,4 +51,8 @@ def create(name: str, device: str = "cpu") -> Backend:
         from attention.backends.torch_sdpa import TorchSdpa
 
         return TorchSdpa(kernel, device)
-    raise UserError(f"{name}: this version can declare it (matrix) but not call it; use torch_sdpa:*")
+    if name == "triton:paged":
+        from attention.backends.triton_paged import TritonPaged
+
+        return TritonPaged(device)
+    raise UserError(f"{name}: this version can declare it (matrix) but not call it; use torch_sdpa:* or triton:paged")

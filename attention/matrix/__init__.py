@@ -8,6 +8,7 @@ has no cell, so it is `unknown`, which never lets anything pass.
 from __future__ import annotations
 
 import importlib.util
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ def _dimensions(case: AttentionCase, device: str) -> dict[str, Any]:
         "same_head_dims": case.head_dim_qk == case.head_dim_vo,
         "min_kv_len": min((m.kv_len for m in case.members), default=0),
         "mask_free": all(m.q_len in (1, m.kv_len) for m in case.members) and left is None,
+        "triton_interpreter": os.environ.get("TRITON_INTERPRET") == "1",
         "kv_dtype_effective": case.dtype if case.kv_dtype == "auto" else case.kv_dtype,
     }
     if values["device"] == "cuda":
