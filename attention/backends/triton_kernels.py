@@ -22,6 +22,16 @@ import triton.language as tl
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _NEG_INF = tl.constexpr(float("-inf"))
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _dot(a, b, acc):
+    """a @ b + acc in float32."""
+    if _INTERPRETED:  # the interpreter would multiply the bits of bfloat16 as integers
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -39,7 +49,7 @@ def _pages(table, start, offs_n, kv_len, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.co
 def _key_rows(base, pages, start, offs_n, stride_page, stride_slot, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Pointers [BLOCK_N] to the rows of a block of keys; 64-bit, since page * stride passes 2**31."""
     if PAGE_SIZE == 0:
-        rows = base + start.to(tl.int64) * stride_slot + offs_n * stride_slot
+        rows = base + (start + offs_n).to(tl.int64) * stride_slot
     elif PAGE_SIZE % BLOCK_N == 0:
         rows = base + (pages * stride_page + (start % PAGE_SIZE) * stride_slot) + offs_n * stride_slot
     else:
@@ -83,7 +93,7 @@ def _attend(
     scale,
     stride_kp, stride_ks, stride_vp, stride_vs,
     DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     SHARED_V: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -105,11 +115,11 @@ def _attend(
             pages = _pages(table, start + BLOCK_N, offs_n, kv_len, PAGE_SIZE, BLOCK_N)
 
         k0 = _load(k_rows, dims_0, inside, DIM, BLOCK_D0 <= DIM, MASKED).to(q0.dtype)
-        s = tl.dot(q0, tl.trans(k0), input_precision="ieee")
+        s = _dot(q0, tl.trans(k0), tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32))
         if BLOCK_D1 > 0:
             dims_1 = BLOCK_D0 + tl.arange(0, BLOCK_D1)
             k1 = _load(k_rows, dims_1, inside, DIM, BLOCK_D0 + BLOCK_D1 <= DIM, MASKED).to(q0.dtype)
-            s = tl.dot(q1, tl.trans(k1), s, input_precision="ieee")
+            s = _dot(q1, tl.trans(k1), s)
 
         # `factor` turns scores into base 2; with a cap or a bias they are there already.
         factor = scale * _LOG2E
@@ -144,7 +154,7 @@ def _attend(
             v = k0
         else:
             v = _load(v_rows, dims_v, inside, DIM_V, BLOCK_DV <= DIM_V, MASKED).to(q0.dtype)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        acc = _dot(p.to(v.dtype), v, acc)
         top = new_top
     return acc, total, top
 
@@ -252,17 +262,17 @@ def attend(
         acc, total, top = _attend(
             acc, total, top, q0, q1, k_base, v_base, table, block_low, plain_low, low, high, kv_len,
             diagonals, row_slopes, mask_rows, row_inside, scale, stride_kp, stride_ks, stride_vp, stride_vs,
-            DIM, DIM_V, BLOCK_N, BLOCK_D0, BLOCK_D1, BLOCK_DV, PAGE_SIZE, LEFT, RIGHT, SOFTCAP, SHARED_V, True,
+            DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D0, BLOCK_D1, BLOCK_DV, PAGE_SIZE, LEFT, RIGHT, SOFTCAP, SHARED_V, True,
         )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, q0, q1, k_base, v_base, table, plain_low, plain_high, low, high, kv_len,
         diagonals, row_slopes, mask_rows, row_inside, scale, stride_kp, stride_ks, stride_vp, stride_vs,
-        DIM, DIM_V, BLOCK_N, BLOCK_D0, BLOCK_D1, BLOCK_DV, PAGE_SIZE, LEFT, RIGHT, SOFTCAP, SHARED_V, False,
+        DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D0, BLOCK_D1, BLOCK_DV, PAGE_SIZE, LEFT, RIGHT, SOFTCAP, SHARED_V, False,
     )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, q0, q1, k_base, v_base, table, plain_high, block_high, low, high, kv_len,
         diagonals, row_slopes, mask_rows, row_inside, scale, stride_kp, stride_ks, stride_vp, stride_vs,
-        DIM, DIM_V, BLOCK_N, BLOCK_D0, BLOCK_D1, BLOCK_DV, PAGE_SIZE, LEFT, RIGHT, SOFTCAP, SHARED_V, True,
+        DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D0, BLOCK_D1, BLOCK_DV, PAGE_SIZE, LEFT, RIGHT, SOFTCAP, SHARED_V, True,
     )  # fmt: skip
 
     if sinks is not None and part_out is None:
