@@ -60,4 +60,8 @@ def create(name: str, device: str = "cpu") -> Backend:
         from attention.backends.flex import FlexAttention
 
         return FlexAttention(kernel, device)
-    raise UserError(f"{name}: this version can declare it (matrix) but not call it")
+    if family == "triton":
+        from attention.backends.triton_paged import TritonPaged
+
+        return TritonPaged(device)
+    raise UserError(f"{name}: unknown backend")

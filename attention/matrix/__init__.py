@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import math
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,7 @@ def _dimensions(case: AttentionCase, device: str) -> dict[str, Any]:
         "min_kv_len": min((m.kv_len for m in case.members), default=0),
         "shortest_kv_len": min((m.kv_len for m in case.members if m.kv_len), default=math.inf),
         "contiguous_padding": case.layout == "contiguous" and len({m.kv_len for m in case.members}) > 1,
+        "triton_interpreter": os.environ.get("TRITON_INTERPRET") == "1",
         "kv_dtype_effective": case.dtype if case.kv_dtype == "auto" else case.kv_dtype,
     }
     if values["device"] == "cuda":
