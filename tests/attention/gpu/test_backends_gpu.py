@@ -28,7 +28,7 @@ from gates.thresholds import load_limits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-BACKENDS = (*expand("flash_attn"), *expand("flex_attention"), *expand("torch_sdpa"))
+BACKENDS = (*expand("flash_attn"), *expand("flex_attention"), *expand("torch_sdpa"), "triton:paged")
 PAGES = {"flash_attn:fa2": (256,)}  # what a backend cannot read, its matrix says; elsewhere these
 LAYOUTS = ("paged_nhd", "paged_hnd", "ragged", "contiguous")
 
