@@ -283,7 +283,8 @@ class _PlannedPaged(Planned):
             most_tiles=part.num_tiles // most if fit else None,
             wanted=None if fit else part.tiles.num_splits,
         )
-        tiles, parts = [], []
+        tiles: list[tuple[int, int, int, int]] = []
+        parts: list[tuple[int, int, int, int]] = []
         for i in part.members:
             begins = range(lows[i], max(batch.kv_lens[i], lows[i] + 1), keys)
             parts += [(int(starts[i]) + t, t, len(tiles), len(begins)) for t in range(batch.q_lens[i])]
@@ -307,8 +308,8 @@ class _PlannedPaged(Planned):
         if not self._graph:
             return super().replan(batch)
         self._check_fits(batch)
+        # self.batch stays the longest one: that is what the next batch must fit.
         self._buffer.copy_(self._fill(batch, fit=True), non_blocking=True)
-        self.batch = batch
         return None
 
     # What does not change from layer to layer is bound once.
@@ -397,9 +398,7 @@ class _PlannedPaged(Planned):
         lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
         k_page, k_slot, k_head = _strides(k_NPGD, self.batch.layout)
         v_page, v_slot, v_head = _strides(v_NPGD, self.batch.layout)
-        shared_v = (
-            self._may_share and k_NPGD.data_ptr() == v_NPGD.data_ptr() and (k_page, k_slot) == (v_page, v_slot)
-        )
+        shared_v = self._may_share and k_NPGD.data_ptr() == v_NPGD.data_ptr() and (k_page, k_slot) == (v_page, v_slot)
         for launch, options, name in self._launches:
             with _named(name, self._device):
                 launch(
