@@ -17,6 +17,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ def contenders(shape: Shape) -> Iterator[tuple[str, Callable[[], Call]]]:
 
     for tiles in dict.fromkeys((chosen, *shape.tiles)):
         name = "table: " if tiles is chosen else ""
-        yield name + " ".join(str(n) for n in asdict(tiles).values() if n is not None), lambda tiles=tiles: ours(tiles)
+        yield name + " ".join(str(n) for n in asdict(tiles).values() if n is not None), partial(ours, tiles)
     if shape.is_decode:
         yield "read kernel", lambda: _reads(k, v)
         yield "torch.sum", lambda: lambda: (k.view(torch.float32).sum(), v.view(torch.float32).sum())
@@ -153,7 +154,7 @@ def _flash_attention_2(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.
     case, members = shape.case, shape.case.members
     k, v = (x.reshape(-1, case.heads_kv, case.head_dim_qk) for x in (k, v))
     if shape.is_decode:
-        # The same bytes as one contiguous cache a sequence: its own pages start at 256 tokens.
+        # The same bytes as one contiguous cache a sequence: its pages have 256 tokens at least.
         caches = [x.view(len(members), -1, case.heads_kv, case.head_dim_qk) for x in (k, v)]
         lens = torch.tensor([m.kv_len for m in members], dtype=torch.int32, device="cuda")
         return lambda: flash.flash_attn_with_kvcache(q[:, None], *caches, cache_seqlens=lens, causal=True)
@@ -181,7 +182,7 @@ def seconds_of(graph: torch.cuda.CUDAGraph) -> float:
     graph.replay()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def tune(shape: Shape, rounds: int) -> list[Row]:
