@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -41,6 +42,8 @@ outside = pytest.mark.skipif(INTERPRETED, reason="the interpreter's own process"
 
 
 @outside
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests marked gpu run the kernels themselves")
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_the_kernels_hold_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", __file__]
@@ -158,7 +161,7 @@ def test_head_dims_that_are_no_power_of_two_and_differ(dims: tuple[int, int]) ->
 
 @on_device
 def test_large_logits_do_not_overflow() -> None:
-    check(case("q1s65_q10s47"), "large_logit")
+    check(case("q1s65_q10s47"), "large_logit", decode=replace(SMALL, num_splits=2))
 
 
 @on_device
