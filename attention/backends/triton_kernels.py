@@ -14,6 +14,9 @@ Without a GPU the kernels run in Triton's interpreter: TRITON_INTERPRET=1 before
 Shape legend as in base.py; B* are the block sizes of the compiled kernel.
 """
 
+# mypy: ignore-errors
+# (the functions below are typed by Triton's compiler)
+
 from __future__ import annotations
 
 import triton
@@ -93,7 +96,8 @@ def _attend(
     scale,
     stride_kp, stride_ks, stride_vp, stride_vs,
     DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     SHARED_V: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -150,9 +154,8 @@ def _attend(
         shrink = tl.exp2(top - anchor)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        if SHARED_V:
-            v = k0
-        else:
+        v = k0
+        if not SHARED_V:
             v = _load(v_rows, dims_v, inside, DIM_V, BLOCK_DV <= DIM_V, MASKED).to(q0.dtype)
         acc = _dot(p.to(v.dtype), v, acc)
         top = new_top
@@ -333,9 +336,15 @@ def combine(
         at = base + some * (GROUPS * BLOCK_M)
         weights = tl.exp2(tl.load(part_lse + at, mask=some < num_splits, other=_NEG_INF) * _LOG2E - top) / safe
         inside = (some < num_splits)[:, None] & (dims < DIM_V)[None, :]
-        acc += tl.sum(
-            tl.load(part_out + at[:, None] * DIM_V + dims[None, :], mask=inside, other=0.0) * weights[:, None], 0
-        )
+        part = tl.load(part_out + at[:, None] * DIM_V + dims[None, :], mask=inside, other=0.0)
+        acc += tl.sum(part * weights[:, None], 0)
     at_out = q_row.to(tl.int64) * HEADS + head
     tl.store(out + at_out * DIM_V + dims, acc.to(out.dtype.element_ty), mask=dims < DIM_V)
     tl.store(lse + at_out, tl.where(total == 0.0, _NEG_INF, (top + tl.log2(safe)) * _LN2))
+
+
+@triton.jit
+def read_sum(words, sums, BLOCK: tl.constexpr):
+    """Reads BLOCK words a program and keeps their sum: what reading alone costs (triton_tune)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(sums + tl.program_id(0), tl.sum(tl.load(words + at), 0))

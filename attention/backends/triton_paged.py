@@ -62,12 +62,12 @@ _PREFILL: dict[tuple[int, int, str], Tiles] = {
     (256, 2, "row"): Tiles(128, 64, 8, 2),
     (576, 2, "block"): Tiles(64, 32, 8, 2),
     (576, 2, "row"): Tiles(64, 32, 8, 2),
-    (64, 4, "block"): Tiles(64, 32, 4, 2),
-    (64, 4, "row"): Tiles(64, 32, 4, 2),
-    (128, 4, "block"): Tiles(32, 32, 4, 2),
-    (128, 4, "row"): Tiles(32, 32, 4, 2),
-    (256, 4, "block"): Tiles(32, 32, 8, 2),
-    (256, 4, "row"): Tiles(32, 32, 8, 2),
+    (64, 4, "block"): Tiles(32, 32, 4, 2),
+    (64, 4, "row"): Tiles(32, 32, 4, 2),
+    (128, 4, "block"): Tiles(32, 16, 8, 2),
+    (128, 4, "row"): Tiles(32, 16, 8, 2),
+    (256, 4, "block"): Tiles(16, 32, 8, 2),
+    (256, 4, "row"): Tiles(16, 32, 8, 2),
     (576, 4, "block"): Tiles(16, 16, 8, 1),
     (576, 4, "row"): Tiles(16, 16, 8, 1),
 }
@@ -83,10 +83,10 @@ _DECODE: dict[tuple[int, int, str], Tiles] = {
     (576, 2, "row"): Tiles(64, 32, 8, 2),
     (64, 4, "block"): Tiles(32, 32, 4, 2),
     (64, 4, "row"): Tiles(32, 32, 4, 2),
-    (128, 4, "block"): Tiles(32, 32, 4, 2),
-    (128, 4, "row"): Tiles(32, 32, 4, 2),
-    (256, 4, "block"): Tiles(16, 32, 4, 2),
-    (256, 4, "row"): Tiles(16, 32, 4, 2),
+    (128, 4, "block"): Tiles(32, 16, 8, 2),
+    (128, 4, "row"): Tiles(32, 16, 8, 2),
+    (256, 4, "block"): Tiles(16, 32, 8, 2),
+    (256, 4, "row"): Tiles(16, 32, 8, 2),
     (576, 4, "block"): Tiles(16, 16, 8, 1),
     (576, 4, "row"): Tiles(16, 16, 8, 1),
 }
@@ -283,7 +283,8 @@ class _PlannedPaged(Planned):
             most_tiles=part.num_tiles // most if fit else None,
             wanted=None if fit else part.tiles.num_splits,
         )
-        tiles, parts = [], []
+        tiles: list[tuple[int, int, int, int]] = []
+        parts: list[tuple[int, int, int, int]] = []
         for i in part.members:
             begins = range(lows[i], max(batch.kv_lens[i], lows[i] + 1), keys)
             parts += [(int(starts[i]) + t, t, len(tiles), len(begins)) for t in range(batch.q_lens[i])]
@@ -294,7 +295,9 @@ class _PlannedPaged(Planned):
     def _tiles_per_multiprocessor(self) -> int:
         tiles, spec = self._few.tiles, self.spec
         element = (spec.kv_dtype or spec.dtype).itemsize
-        shared = tiles.num_stages * tiles.block_n * (spec.head_dim_qk + spec.head_dim_vo) * element
+        # As compiled: below 64 rows (no warp-group products) a pipeline of n stages keeps n - 1 blocks.
+        blocks = tiles.num_stages if tiles.block_m >= 64 else max(1, tiles.num_stages - 1)
+        shared = blocks * tiles.block_n * (spec.head_dim_qk + spec.head_dim_vo) * element
         return max(1, min(_SHARED_MEMORY // shared, 16 // tiles.num_warps))
 
     def _right(self) -> int | None:
@@ -307,8 +310,8 @@ class _PlannedPaged(Planned):
         if not self._graph:
             return super().replan(batch)
         self._check_fits(batch)
+        # self.batch stays the longest one: that is what the next batch must fit.
         self._buffer.copy_(self._fill(batch, fit=True), non_blocking=True)
-        self.batch = batch
         return None
 
     # What does not change from layer to layer is bound once.
