@@ -9,7 +9,8 @@ cannot do is in attention/matrix/flashinfer.yaml.
 - cudnn, xqa and trtllm-gen are plain functions over block tables.
 - FlashInfer's LSE has base 2. `plan(..., lse=True)` costs one small kernel that multiplies it by ln 2 (none for
   MLA, which converts itself); with `lse=False` a run is the library's call alone. There is no LSE from xqa and
-  cuDNN's decode, nor with ALiBi, whose bias FlashInfer shifts by a constant a row.
+  cuDNN's decode, nor with ALiBi, whose bias FlashInfer shifts by a constant a row. That of fa2 is less exact: it sums
+  P as rounded to q's dtype (prefill.cuh and mla.cuh, m16k16_rowsum_f16f16f32), which moves it by up to 2^-9 in bf16.
 - Everything that compiles does so in `plan`. FlashInfer's scratch memory is shared by all plans of a device, so
   they must run on one stream.
 
