@@ -33,6 +33,9 @@ from attention.reasons import Reason
 
 KERNELS = ("fa2", "fa3", "fa4")
 
+#: Fewest queries of a block of fa2's paged kernel (flash_fwd_launch_template.h run_mha_fwd_splitkv_dispatch).
+_BLOCK_ROWS = 64
+
 #: Queries a member up to which fa2 is asked to split the keys over more blocks: with so few rows there are
 #: too few blocks otherwise, and its LSE [B, H, Q] costs a transposed copy from two rows on.
 _MAX_SPLIT_ROWS = 16
@@ -114,6 +117,7 @@ class _Fa2(_PlannedFlash):
 
     def __init__(self, backend: str, batch: Batch, spec: AttentionSpec, device: str, graph: bool) -> None:
         super().__init__(backend, batch, spec, device, graph)
+        self._refuse_blind_blocks(batch)
         import flash_attn_2_cuda  # type: ignore[import-not-found, unused-ignore]
 
         self._library = flash_attn_2_cuda
@@ -129,6 +133,23 @@ class _Fa2(_PlannedFlash):
         causal = right == 0 and left is None
         window = (-1 if left is None else left, -1 if right is None or causal else right)
         self._bind(slopes, causal, window, spec.softcap or 0.0)
+
+    def _refuse_blind_blocks(self, batch: Batch) -> None:
+        """UserError where a whole block of queries sees no key: over pages, `varlen_fwd` leaves early there and
+        writes the LSE at the offset of a padded batch, on other rows or past the end."""
+        if not batch.paged:
+            return
+        _, right = bounds(self.spec)
+        for member, (q_len, kv_len) in enumerate(zip(batch.q_lens, batch.kv_lens, strict=True)):
+            before = 0 if right is None else q_len - kv_len - right  # rows that end before the first key
+            if q_len and (kv_len == 0 or before >= _BLOCK_ROWS):
+                raise UserError(
+                    f"{self.backend}: varlen over pages loses the LSE of member {member} (q{q_len}s{kv_len})"
+                )
+
+    def replan(self, batch: Batch) -> None:
+        self._refuse_blind_blocks(batch)
+        super().replan(batch)
 
     def _bind(self, slopes: torch.Tensor | None, causal: bool, window: tuple[int, int], softcap: float) -> None:
         # It takes a batch whose longest query is one token for one where every query is one.
@@ -157,6 +178,9 @@ class _Fa2(_PlannedFlash):
 
 class _Fa2Split(_Fa2):
     """`fwd_kvcache`: as many queries for every member, keys split over blocks as it sees fit."""
+
+    def _refuse_blind_blocks(self, batch: Batch) -> None:
+        """None: its LSE is padded."""
 
     def _bind(self, slopes: torch.Tensor | None, causal: bool, window: tuple[int, int], softcap: float) -> None:
         q_len = self.batch.q_lens[0]

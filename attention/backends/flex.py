@@ -1,4 +1,7 @@
-"""`flex_attention:triton`: torch.nn.attention.flex_attention, compiled once a process and again for new shapes.
+"""`flex_attention:triton`: torch.nn.attention.flex_attention, compiled once a process and again for a new structure.
+
+Lengths, masks and bounds are tensors that the rules read, so another batch, window or mask of the same structure
+(rows, queries and keys one or more, head dims, dtype, features) uses what is compiled.
 
 What a query may see is one rule for all batches: keys first .. last of its row, bounds that the plan computes
 from lengths, causal and window. Members either lie end to end in one row of the kernel's batch or, where all have
@@ -26,7 +29,7 @@ from attention.errors import UserError
 from attention.matrix import declared_reasons
 from attention.reasons import Reason
 
-#: Each dtype, head shape and feature compiles anew; beyond the limit, `fullgraph` would raise.
+#: Each dtype, head shape, feature and structure compiles anew; beyond the limit, `fullgraph` would raise.
 _RECOMPILES = 256
 
 
@@ -193,11 +196,10 @@ def _mask_mod(
 
     if custom is None:
         return within
-    longest = custom.shape[-1]
 
     def within_and_custom(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         # Other members' keys have no place in the mask; the bounds hide them.
-        place = (k - begin[b, q]).clamp(0, longest - 1)
+        place = (k - begin[b, q]).clamp(0, custom.shape[-1] - 1)
         return (k >= first[b, q]) & (k <= last[b, q]) & custom[b, q, place]
 
     return within_and_custom

@@ -114,8 +114,9 @@ class _PlannedSdpa(Planned):
         """What is added to the scores, [1 or H, Q, L]: ALiBi, and -inf where a key is hidden."""
         if mask_QL is None and self.spec.alibi_slopes is None:
             return None
-        # The CPU operators take a float32 bias beside half-precision inputs, the CUDA ones do not.
-        dtype = torch.float32 if self._is_cpu and self.spec.alibi_slopes is not None else self.spec.dtype
+        # A half type would round slope * distance. The fused CUDA operators take no other mask: their rules say so.
+        wide = self._is_cpu or self._kernel == "math"
+        dtype = torch.float32 if wide and self.spec.alibi_slopes is not None else self.spec.dtype
         heads = 1 if self.spec.alibi_slopes is None else self.spec.heads_q
         # The efficient kernel wants rows that start at multiples of 16 bytes.
         padded = -(-kv_len // 16) * 16

@@ -229,10 +229,36 @@ def test_flash_attention_2_gets_the_batch_as_it_lies(
     fa2: FakeFa2, batch: str, layout: str, changes: dict[str, Any]
 ) -> None:
     one = problem(batch, layout=layout, **changes)
+    if one.batch.paged and batch == BATCHES["no keys"]:
+        with pytest.raises(UserError, match="loses the LSE of member 0"):
+            FlashAttention("fa2", "cpu").plan(one.batch, one.spec)
+        return
     planned = FlashAttention("fa2", "cpu").plan(one.batch, one.spec)
     assert_right(one, *planned.run(one.q_THD, one.k, one.v))
     assert planned.forced_copies == []
     assert len(fa2.calls) <= 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "changes", "served"),
+    [
+        ("q80s16_q1s5", {}, False),
+        ("q79s16_q1s5", {}, True),  # its one block has a row that sees a key
+        ("q80s16_q1s5", {"causal": False}, True),
+        ("q80s16_q1s5", {"layout": "ragged"}, True),
+        ("2q1s40", {}, True),
+    ],
+)
+def test_flash_attention_2_refuses_a_block_of_queries_that_see_no_key_over_pages(
+    fa2: FakeFa2, batch: str, changes: dict[str, Any], served: bool
+) -> None:
+    one = problem(batch, **changes)
+    if served:
+        planned = FlashAttention("fa2", "cpu").plan(one.batch, one.spec)
+        assert_right(one, *planned.run(one.q_THD, one.k, one.v))
+    else:
+        with pytest.raises(UserError, match=r"varlen over pages loses the LSE of member 0 \(q80s16\)"):
+            FlashAttention("fa2", "cpu").plan(one.batch, one.spec)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +324,7 @@ def test_a_plan_never_drops_a_feature(kernel: str, feature: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("batches", [("q5s40_q1s33", "q5s20_q1s0"), ("2q1s40", "q1s7_q1s40")])
+@pytest.mark.parametrize("batches", [("q5s40_q1s33", "q5s20_q1s2"), ("2q1s40", "q1s0_q1s40")])
 def test_a_graph_plan_serves_shorter_batches_in_its_own_buffers(
     fa2: FakeFa2, layout: str, batches: tuple[str, str]
 ) -> None:
@@ -311,3 +337,10 @@ def test_a_graph_plan_serves_shorter_batches_in_its_own_buffers(
         planned.replan(replace(long.batch, q_lens=(2, 2)))
     with pytest.raises(UserError, match="was not planned for a CUDA graph"):
         FlashAttention("fa2", "cpu").plan(long.batch, long.spec).replan(short.batch)
+
+
+def test_a_paged_graph_plan_refuses_a_member_that_lost_its_keys(fa2: FakeFa2) -> None:
+    long, short = (problem(batch) for batch in ("q5s40_q1s33", "q5s20_q1s0"))
+    planned = FlashAttention("fa2", "cpu").plan(long.batch, long.spec, graph=True)
+    with pytest.raises(UserError, match="loses the LSE of member 1"):
+        planned.replan(short.batch)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from attention.backends import create, flex
 from attention.backends.base import Planned
@@ -109,6 +110,27 @@ def test_what_is_compiled_computes_the_same() -> None:
     planned = create("flex_attention:triton").plan(one.batch, one.spec)
     planned._attend = flex.attend  # type: ignore[attr-defined]
     assert_right(one, planned)
+
+
+@pytest.mark.slow  # as above
+def test_other_lengths_windows_and_masks_use_what_is_compiled() -> None:
+    compiled = CompileCounterWithBackend("eager")
+    attend = torch.compile(flex.attend, fullgraph=True, backend=compiled)
+
+    def run(batch: str, **changes: Any) -> int:
+        one = problem(batch, "paged_nhd", **changes)
+        planned = create("flex_attention:triton").plan(one.batch, one.spec)
+        planned._attend = attend  # type: ignore[attr-defined]
+        assert_right(one, planned)
+        return int(compiled.frame_count)
+
+    # The first lengths are compiled as they are, the second for any.
+    for masked in (False, True):
+        run("q150s200_q20", custom_mask=masked)
+        before = run("q300s400_q20", custom_mask=masked)
+        assert run("q160s333_q3s7", custom_mask=masked) == before
+        assert run("q160s333_q3s7", custom_mask=masked, window=(6, 0)) == before
+        assert run("q150s200_q20", custom_mask=masked, causal=False) == before
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         ("flash_attn:fa4", {"page_size": 128}, Code.PAGE_SIZE_UNSUPPORTED),
         ("flash_attn:fa4", {"batch": "q1s9_q1s8", "layout": "contiguous", "page_size": None}, Code.PAD_POISON),
         ("flash_attn:fa4", {"kv_dtype": "float8_e4m3fn"}, Code.KV_DTYPE_UNSUPPORTED),
+        ("torch_sdpa:efficient", {"alibi": True}, Code.ALIBI_UNSUPPORTED),
+        ("torch_sdpa:cudnn", {"alibi": True}, Code.ALIBI_UNSUPPORTED),
         ("torch_sdpa:flash", {"window": (7, 0)}, Code.SWA_UNSUPPORTED),
         ("torch_sdpa:flash", {"alibi": True}, Code.ALIBI_UNSUPPORTED),
         ("torch_sdpa:flash", {"custom_mask": True}, Code.MASK_UNSUPPORTED),
@@ -94,6 +96,22 @@ def test_on_a_gpu_too(hopper: None, backend: str, changes: dict[str, Any], code:
     page = 256 if backend == "flash_attn:fa2" else 16
     one = {"dtype": "bfloat16", "page_size": page, **changes}
     assert codes(backend, case(**one), device="cuda") == [code]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"batch": "q3s0_q5s40"}, [Code.EMPTY_KV_UNSUPPORTED]),
+        ({"batch": "q1s0_q1s40"}, []),
+        ({"batch": "q3s0_q5s40", "layout": "ragged", "page_size": None}, []),
+    ],
+)
+def test_flash_attention_2_over_pages_wants_keys_for_all_but_decodes(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: list[Code]
+) -> None:
+    monkeypatch.setattr(matrix, "version_of", lambda package: "2.8.3")
+    one = {"dtype": "bfloat16", "page_size": 256, **changes}
+    assert codes("flash_attn:fa2", case(**one), device="cuda") == expected
 
 
 def test_every_failing_dimension_is_reported_at_once() -> None:

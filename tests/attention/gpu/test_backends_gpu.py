@@ -29,6 +29,8 @@ from gates.thresholds import load_limits
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 BACKENDS = (*expand("flash_attn"), *expand("flex_attention"), *expand("torch_sdpa"), "triton:paged")
+#: cuDNN promises no bitwise repetition: 8q1s300 with head dim 256 differs by an ulp from run to run on an H200.
+NOT_REPEATABLE = ("torch_sdpa:cudnn",)
 PAGES = {"flash_attn:fa2": (256,)}  # what a backend cannot read, its matrix says; elsewhere these
 LAYOUTS = ("paged_nhd", "paged_hnd", "ragged", "contiguous")
 
@@ -88,10 +90,12 @@ def case(batch: str = MIXED, **changes: Any) -> AttentionCase:
 
 
 def cases_of(backend: str) -> Iterator[tuple[str, AttentionCase]]:
-    """Name and case, the risky ones last. FlexAttention compiles for seconds a shape, so it has fewer."""
+    """Name and case, the risky ones last."""
+    if backend.startswith("flex"):
+        yield from cases_of_flex()
+        return
     page, *others = PAGES.get(backend, (16, 64))
-    layouts = ("ragged", "paged_hnd") if backend.startswith("flex") else LAYOUTS
-    for layout in layouts:
+    for layout in LAYOUTS:
         for name, batch in BATCHES.items():
             yield f"{name}, {layout} {page}", case(batch, layout=layout, page_size=page)
     for other in others:
@@ -100,7 +104,7 @@ def cases_of(backend: str) -> Iterator[tuple[str, AttentionCase]]:
                 yield f"{name}, {layout} {other}", case(BATCHES[name], layout=layout, page_size=other)
     for dim in (64, 128, 256):
         for dtype in ("bfloat16", "float16", "float32"):
-            for layout in layouts[:2]:
+            for layout in LAYOUTS[:2]:
                 one = case(head_dim_qk=dim, dtype=dtype, layout=layout, page_size=page)
                 yield f"mixed, {layout}, D{dim} {dtype}", one
             one = case(BATCHES["even decode"], head_dim_qk=dim, dtype=dtype, layout="contiguous")
@@ -109,13 +113,13 @@ def cases_of(backend: str) -> Iterator[tuple[str, AttentionCase]]:
         for name in ("mixed", "even decode", "decode"):
             yield f"{name}, GQA {ratio}", case(BATCHES[name], heads_q=2 * ratio, page_size=page)
     for feature, changes in FEATURES.items():
-        for layout in layouts:
+        for layout in LAYOUTS:
             for name in ("mixed", "decode"):
                 yield f"{name}, {layout}, {feature}", case(BATCHES[name], layout=layout, page_size=page, **changes)
         yield f"prefill, {feature}", case(BATCHES["prefill"], layout="ragged", **changes)
         yield f"mixed, D128, {feature}", case(layout="ragged", head_dim_qk=128, **changes)
     for name, batch in EDGES.items():
-        for layout in layouts:
+        for layout in LAYOUTS:
             yield f"{name}, {layout}", case(batch, layout=layout, page_size=page)
         yield f"{name}, window", case(batch, page_size=page, window=(20, 0))
         yield f"{name}, not causal", case(batch, page_size=page, causal=False)
@@ -124,8 +128,29 @@ def cases_of(backend: str) -> Iterator[tuple[str, AttentionCase]]:
         yield f"{name}, ALiBi", case(batch, layout="ragged", alibi=True)
 
 
+def cases_of_flex() -> Iterator[tuple[str, AttentionCase]]:
+    """FlexAttention compiles for seconds a structure: every batch and feature once, in few structures."""
+    for name, batch in BATCHES.items():
+        yield f"{name}, paged_hnd", case(batch, layout="paged_hnd", page_size=16)
+    for name in ("mixed", "decode"):
+        yield f"{name}, paged_nhd 64", case(BATCHES[name], page_size=64)
+        yield f"{name}, contiguous", case(BATCHES[name], layout="contiguous")
+    yield "mixed, ragged", case(layout="ragged")
+    for changes in ({"dtype": "float16"}, {"dtype": "float32"}, {"head_dim_qk": 128}, {"heads_q": 2}, {"heads_q": 10}):
+        yield f"mixed, {', '.join(map(str, changes.values()))}", case(page_size=16, **changes)
+    for feature, changes in FEATURES.items():
+        for name in ("mixed", "decode"):
+            yield f"{name}, {feature}", case(BATCHES[name], page_size=16, **changes)
+    for name, batch in EDGES.items():
+        yield f"{name}, paged_nhd", case(batch, page_size=16)
+        yield f"{name}, window", case(batch, page_size=16, window=(20, 0))
+        yield f"{name}, not causal", case(batch, page_size=16, causal=False)
+    for feature in ("sinks", "custom mask", "ALiBi"):
+        yield f"no keys, {feature}", case(EDGES["no keys"], page_size=16, **FEATURES[feature])
+
+
 TABLE = [
-    pytest.param(backend, one, id=f"{backend.replace(':', '-')}: {name}")
+    pytest.param(backend, one, id=f"{backend}: {name}")
     for backend in (BACKENDS if torch.cuda.is_available() else ())
     for name, one in cases_of(backend)
 ]
@@ -215,19 +240,21 @@ def test_a_declared_case_is_computed_and_confirmed(backend: str, one: AttentionC
                 lambda planned=planned, problem=problem: planned.run(problem.q_THD, problem.k, problem.v),
                 device="cuda",
             )
-            again, _ = planned.run(problem.q_THD, problem.k, problem.v)
+            again, again_lse = planned.run(problem.q_THD, problem.k, problem.v)
         torch.cuda.synchronize()
         wrong += [f"{inputs}: {what}" for what in found_wrong(problem, out, lse)]
-        if not torch.equal(out.nan_to_num(-9), again.nan_to_num(-9)):
+        if backend in NOT_REPEATABLE:
+            wrong += [f"{inputs}, second run: {what}" for what in found_wrong(problem, again, again_lse)]
+        elif not torch.equal(out.nan_to_num(-9), again.nan_to_num(-9)):
             wrong.append(f"{inputs}: a second run of the plan differs by {float((out - again).abs().max()):.3g}")
-        launched = any(m.q_len for m in one.members) and any(m.kv_len for m in one.members)
+        launched = any(m.q_len and m.kv_len for m in one.members)
         if launched and confirmed != backend:
             wrong.append(f"{inputs}: the profiler saw {confirmed}")
     assert not wrong, f"{backend} on {one.batch} {one.layout} ({planned.forced_copies}):\n  " + "\n  ".join(wrong)
 
 
 GRAPHS = [
-    pytest.param(backend, layout, changes, id=f"{backend.replace(':', '-')}: {layout}, {name}")
+    pytest.param(backend, layout, changes, id=f"{backend}: {layout}, {name}")
     for backend in expand("flash_attn")
     for layout in LAYOUTS
     for name, changes in {
@@ -265,7 +292,11 @@ def test_a_captured_plan_serves_a_shorter_batch(backend: str, layout: str, chang
         ):
             text = batch.format(*(f"q{q_len}" for q_len in long.batch.q_lens))
             short = make(one.model_copy(update={"batch": text}), "normal", 6, device="cuda")
-            planned.replan(short.batch)
+            try:
+                planned.replan(short.batch)
+            except UserError:
+                assert name == "an empty member", "a batch that only shrinks is served"
+                continue
             q.copy_(short.q_THD)
             laid_into(k, short.k, short.batch)
             laid_into(v, short.v, short.batch)
