@@ -18,7 +18,6 @@ import platform
 import socket
 import sys
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from pydantic import BaseModel, ConfigDict
 from attention import half_weights, jit
 from attention.difference import difference
 from attention.distributions import installed
-from attention.model_config import LayerKind, layer_kinds
+from attention.model_config import LayerKind, layer_kinds, model_revision
 from attention.policy import Policy
 
 #: Variables that change which kernel runs or how; values of others are never read.
@@ -152,7 +151,7 @@ def fingerprint(
     first = layers[0]
     identity = Identity(
         model_id=model_path.name,
-        model_revision=_revision(model_path),
+        model_revision=model_revision(model_path),
         gpu=gpu_name(device),
         gpu_memory_mib=_memory_mib(device),
         compute_capability=_capability(device),
@@ -245,23 +244,6 @@ def _version(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "source"
-
-
-@cache
-def _revision(model_path: Path) -> str:
-    """Hash of the model's files: name and size of all, content of the small ones and of each shard's ends."""
-    digest = hashlib.sha256()
-    for path in sorted(p for p in model_path.iterdir() if p.is_file()):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}\n".encode())
-        with path.open("rb") as file:
-            if size <= 1 << 24:
-                digest.update(file.read())
-            else:
-                digest.update(file.read(1 << 20))
-                file.seek(-(1 << 20), os.SEEK_END)
-                digest.update(file.read())
-    return digest.hexdigest()[:12]
 
 
 def _platform(device: str) -> str:

@@ -1,8 +1,10 @@
-"""A model folder's config.json, its kinds of attention layers, and the serving dtype: all without torch."""
+"""A model folder's config.json, its kinds of attention layers, revision and serving dtype: all without torch."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,3 +123,25 @@ def _kind(config: dict[str, Any], *, sliding: bool) -> LayerKind:
         head_dim_vo=dim,
         scale=float(config.get("query_pre_attn_scalar") or dim) ** -0.5,
     )
+
+
+def model_revision(model_path: Path) -> str:
+    """Hash of the model's files: name and size of all, content of the small ones and of each shard's ends.
+
+    Milliseconds, however large the model is. UserError when a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        for path in sorted(p for p in model_path.iterdir() if p.is_file()):
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size}\n".encode())
+            with path.open("rb") as file:
+                if size <= 1 << 24:
+                    digest.update(file.read())
+                else:
+                    digest.update(file.read(1 << 20))
+                    file.seek(-(1 << 20), os.SEEK_END)
+                    digest.update(file.read())
+    except OSError as error:
+        raise UserError(f"model {model_path}: {error.filename}: {error.strerror}: fetch the model again") from error
+    return digest.hexdigest()[:12]

@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from attention.errors import UserError, nearest
 from attention.faults import check_fault
+from attention.model_config import model_revision
 from data.environment import load_environment
-from data.paths import candidates_dir, family_of, model_path, repo_dir
+from data.paths import GOLDEN_FILE, candidates_dir, family_of, model_path, repo_dir
 from data.plan import Plan, load_plan
 
 DRILL_FOLDER = "drill"
@@ -80,7 +81,7 @@ class Loaded(_Strict):
     policy_path: Path
     traffic_path: Path
     cells: tuple[Cell, ...]
-    identity: str  # hash of candidate, policy, plan, thresholds and environment
+    identity: str  # hash of candidate, policy, plan, thresholds, environment, traffic, golden set and models
 
 
 def load_candidate(path: Path) -> Loaded:
@@ -102,6 +103,9 @@ def load_candidate(path: Path) -> Loaded:
         plan.model_dump_json(),
         (repo_dir() / "gates" / "thresholds.yaml").read_text(),
         environment.digest(),
+        _digest(traffic_path),
+        _digest(GOLDEN_FILE),
+        *(model_revision(folder) for folder in dict.fromkeys(cell.model_path for cell in cells)),
     ]
     identity = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     return Loaded(
@@ -160,6 +164,10 @@ def _find(candidate: Path, key: str, name: str) -> Path:
         siblings = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
         raise UserError(f"{candidate}: {key}: {name} is not there; {nearest(path.name, siblings)}".rstrip("; "))
     return path
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _cell(candidate: Path, wave: Wave, model: str) -> Cell:

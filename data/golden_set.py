@@ -18,9 +18,8 @@ from jsonschema import Draft202012Validator, SchemaError
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from data.jsonl import Rejected, read_jsonl
+from data.paths import GOLDEN_FILE
 from data.requests import Message
-
-GOLDEN_FILE = Path(__file__).parent / "golden" / "golden.jsonl"
 
 
 class _Strict(BaseModel):

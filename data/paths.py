@@ -16,6 +16,9 @@ def repo_dir() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
+GOLDEN_FILE = repo_dir() / "data" / "golden" / "golden.jsonl"
+
+
 def home_dir() -> Path:
     return Path(os.environ.get("ATTENTION_RELEASE_HOME") or repo_dir() / "data").resolve()
 

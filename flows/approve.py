@@ -29,4 +29,12 @@ def approve(release_id: str, note: str = "") -> Record:
 
 
 def _approve(record: Record, release_id: str, note: str) -> None:
-    record.approval = Approval(release_id=release_id, by=getpass.getuser(), time=time.time(), note=note)
+    if record.held_stage is None:
+        raise UserError(f"{release_id} is held, but by no gate ({record.reason}): there is nothing to approve")
+    verdict = next((s.verdict for s in record.stages if s.stage == record.held_stage), "inconclusive")
+    if verdict == "error":
+        raise UserError(
+            f"{release_id}: {record.held_stage} ended in an error: mend it and release again; {record.reason}"
+        )
+    by, now = getpass.getuser(), time.time()
+    record.approval = Approval(release_id=release_id, stage=record.held_stage, by=by, time=now, note=note)

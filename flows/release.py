@@ -31,17 +31,18 @@ from data.candidate import Cell, Loaded, candidate_named, load_candidate
 from data.paths import cell_dir, lake_dir
 from data.requests import TrafficRequest, read_traffic, scale
 from flows.up import up
-from gates.verdict import Verdict
-from tasks import canary, environment, expand, figures, instances, lifecycle, shadow
+from gates.verdict import GateReport, Verdict
+from tasks import canary, environment, expand, figures, hold, instances, lifecycle, shadow
 from tasks import report as report_html
 from tasks.context import Context, StageOutcome, new_release_id
 from tasks.lifecycle import LIVE, OFFLINE, STAGES, Gate, ReleaseResult
 from tasks.offline import run_stage
 from tasks.processes import ProcessError, stop_process
-from tasks.record import LeaseLostError, Record, RecordStore, Shares
+from tasks.record import Approval, LeaseLostError, Record, RecordStore, Shares
 from tasks.router import EnvoyRouter, RouterError
 from tasks.story import Story, tell
 from tasks.track import Tracker
+from tasks.vigil import Vigil
 
 Say = Callable[[str], None]
 
@@ -250,41 +251,39 @@ class _Release:
             self.context.lake, self.context.release_id, gpu=self.context.cell.gpu, model=self.context.cell.model
         )
         # Users first: a failed gate takes the traffic back before anything is drawn or logged.
-        holds_traffic = name in LIVE
-        if report.verdict is not Verdict.PASS and holds_traffic and not self._held_and_approved(name, outcome):
+        approval = self._approval(name, report)
+        if report.verdict is not Verdict.PASS and approval is None and name in LIVE:
             self._withdraw(report.reason)
-        record = lifecycle.passed(self.context, name, outcome, seconds)
+        lifecycle.passed(self.context, name, outcome, seconds, approval)
         if report.verdict is Verdict.PASS:
             self.context.say(f"{name}: pass, {len(report.checks)} checks, {seconds:.0f} s")
         self._copies.submit(self._log_stage, name, outcome, seconds)
-        if report.verdict is Verdict.PASS or record.approval is not None:
+        if report.verdict is Verdict.PASS or approval is not None:
             return True
         self.failed_gate = name
         self._refuse(name, outcome)
         return False
 
-    def _held_and_approved(self, name: str, outcome: StageOutcome) -> bool:
-        """An inconclusive live gate is held, traffic as it is, until a person approves or the deadline comes."""
+    def _approval(self, name: str, report: GateReport) -> Approval | None:
+        """A person's yes to an inconclusive gate. A live one is held for it, traffic as it is, until the deadline; an
+        offline one was held when this release ended before."""
+        if report.verdict is not Verdict.INCONCLUSIVE:
+            return None
+        if name in OFFLINE:
+            return hold.spend(self.context, name)
         deadline_s = self.context.plan.canary.hold_deadline_s
-        if outcome.report.verdict is not Verdict.INCONCLUSIVE or deadline_s == 0:
-            return False
-
-        def hold(record: Record) -> None:
-            record.state, record.reason = "held", outcome.report.reason
-
-        self.context.update(hold)
+        if deadline_s == 0:
+            return None
+        hold.hold(self.context, name, report.reason)
         self.context.say(
-            f"{name}: held: {outcome.report.reason}; `python -m flows approve {self.context.release_id}`"
+            f"{name}: held: {report.reason}; `python -m flows approve {self.context.release_id}`"
             f" within {deadline_s:.0f} s goes on, otherwise it is rolled back"
         )
-        deadline = time.monotonic() + deadline_s
-        while time.monotonic() < deadline:
-            self.context.check()
-            approval = self.context.store.load().approval
-            if approval is not None and approval.release_id == self.context.release_id:
-                return True
-            time.sleep(0.5)
-        return False
+        found = hold.wait(self.context, name, deadline_s)
+        if isinstance(found, str):
+            self.context.say(f"{name}: {found}")
+            return None
+        return found
 
     def _refuse(self, name: str, outcome: StageOutcome) -> None:
         reason, verdict = outcome.report.reason, outcome.report.verdict
@@ -374,6 +373,13 @@ class _Release:
             return
         if context.cell.approval and not self._approved():
             return
+        stages = {s.stage: s for s in context.store.load().stages}
+        if undone := [name for name in STAGES if name not in stages or not stages[name].done]:
+            raise RuntimeError(f"not promoted: no pass of {', '.join(undone)} is on record")
+        if (trouble := Vigil(context).trouble()) is not None:
+            self._withdraw(trouble)
+            self._mark("rolled_back", None, f"not promoted: {trouble}")
+            return
         known = {s.stage: s.detail for s in context.store.load().stages}
         old = context.store.load().previous
         expand.hand_over(context, self.router, known["fingerprint"]["candidate"], dict(known["probe"]["resolved"]))
@@ -386,23 +392,14 @@ class _Release:
     def _approved(self) -> bool:
         """A wave with `approval: true` waits for a person, traffic on the candidate, until the deadline."""
         context, deadline_s = self.context, self.context.plan.canary.hold_deadline_s
-
-        def hold(record: Record) -> None:
-            record.state, record.reason = "held", "every gate passed; the wave waits for approval"
-
-        context.update(hold)
+        hold.hold(context, hold.PROMOTION, "every gate passed; the wave waits for approval")
         context.say(f"approval: `python -m flows approve {context.release_id}` within {deadline_s:.0f} s promotes it")
-        deadline = time.monotonic() + deadline_s
-        while time.monotonic() < deadline:
-            context.check()
-            approval = context.store.load().approval
-            if approval is not None and approval.release_id == context.release_id:
-                context.say(f"approved by {approval.by}")
-                return True
-            time.sleep(0.5)
-        self._withdraw("nobody approved the wave before its deadline")
-        self._mark("rolled_back", None, "nobody approved the wave before its deadline")
-        return False
+        found = hold.wait(context, hold.PROMOTION, deadline_s)
+        if isinstance(found, str):
+            self._withdraw(f"the wave waited for approval: {found}")
+            self._mark("rolled_back", None, f"the wave waited for approval: {found}")
+            return False
+        return True
 
     def _log_stage(self, name: str, outcome: StageOutcome, seconds: float) -> None:
         """Copies for reviewers: nothing that happens here decides anything."""

@@ -2,8 +2,9 @@
 
 While a release holds traffic, everything goes back to the champion. Otherwise the champion itself is
 what is complained of, and `previous` takes its place: at once if its instance is still warm, after a
-start if not. The order is that of DESIGN 4.4: share 0 confirmed by the router, mirror off, evidence,
-mark; what was rolled back stays warm. The record is written once before the router, which takes
+start if not. A second call is not the way back: what was rolled back serves again only by `--to`. The
+order is that of DESIGN 4.4: share 0 confirmed by the router, mirror off, evidence, mark; what was
+rolled back stays warm. The record is written once before the router, which takes
 milliseconds and fences out a release under way; if it cannot be written, traffic moves all the same.
 
 Needs neither Prefect nor MLflow nor the lake nor torch; pyarrow is imported after the share is 0.
@@ -20,10 +21,11 @@ from typing import Literal
 from attention.errors import UserError, nearest
 from data.paths import cell_dir, cells
 from tasks.events import write_event
-from tasks.processes import ProcessError, free_port, is_alive, start_instance, stop_process, wait_ready
-from tasks.record import Attempt, Instance, Record, RecordStore, State
+from tasks.processes import ProcessError, answers, free_port, is_alive, start_instance, stop_process, wait_ready
+from tasks.record import Attempt, Deployed, Instance, Record, RecordStore, State
 from tasks.router import EnvoyRouter
 
+ANSWER_S, PATIENT_S = 0.3, 2.0  # that a warm previous is given to answer /health, first and last
 LOCK_S = 0.2  # a stopped process that holds the record's lock delays a rollback by no more than this
 START_S = 180.0  # for a previous that is not warm
 
@@ -52,9 +54,10 @@ def rollback(gpu: str, family: str, *, to: str | None = None, reason: str) -> Ro
     """Take all traffic from the release under way, or from the champion, and mark it rolled back.
 
     `to`: release id of the champion (ends a release under way) or of previous; by default whichever
-    undoes what users get now. Raises UserError (unknown cell or release, nothing to go back to, a
-    record that is not one: traffic is then already at 100/0/0), RouterError (not confirmed: run it
-    again) and ProcessError (previous could not be started). What else goes wrong is printed.
+    undoes what users get now, and never what was rolled back before. Raises UserError (unknown cell or
+    release, nothing to go back to, a record that is not one: traffic is then already at 100/0/0),
+    RouterError (not confirmed: run it again) and ProcessError (previous could not be started). What else
+    goes wrong is printed.
     """
     started = time.monotonic()
     cell = cell_dir(gpu, family)
@@ -139,14 +142,21 @@ def _target(record: Record, router: EnvoyRouter, to: str | None) -> Target:
     if champion is None:
         raise UserError(f"{record.gpu} {record.family} has no champion: there is nothing to roll back to")
     exposed = record.exposed() or router.exposed()
-    under_way = exposed or record.lease_live() or record.state == "held"
+    half_done = record.state == "rolling_back" and previous is not None and record.release_id == previous.release_id
+    under_way = exposed or half_done or record.lease_live() or record.state == "held"
+    spent = previous is not None and _taken_out(record, champion, previous)
     if to is None:
-        if exposed or (previous is None and under_way):
+        if exposed or half_done or (under_way and (previous is None or spent)):
             return "champion"
         if previous is None:
             raise UserError(
                 f"{champion.release_id} serves {record.gpu} {record.family} and there is no previous release "
                 "to go back to: release another candidate"
+            )
+        if spent:
+            raise UserError(
+                f"{previous.release_id} is already rolled back and {champion.release_id} serves {record.gpu} "
+                f"{record.family}: `--to {previous.release_id}` to go forward again"
             )
         return "previous"
     if to == champion.release_id:
@@ -159,6 +169,16 @@ def _target(record: Record, router: EnvoyRouter, to: str | None) -> Target:
     raise UserError(f"cannot roll back to {to}: {nearest(to, known)}")
 
 
+def _taken_out(record: Record, champion: Deployed, previous: Deployed) -> bool:
+    """Whether previous became that by a rollback, and not by the promotion of the champion."""
+    return any(
+        attempt.release_id == previous.release_id
+        and attempt.state == "rolled_back"
+        and attempt.time > champion.promoted_at
+        for attempt in record.attempts
+    )
+
+
 def _living_champion(record: Record) -> Instance | None:
     instance = record.champion.instance if record.champion is not None else None
     return instance if instance is not None and is_alive(instance.pid, instance.started) else None
@@ -169,13 +189,17 @@ def _ready_previous(router: EnvoyRouter, record: Record) -> Instance | None:
     previous = record.previous
     assert previous is not None
     warm = previous.instance
-    if warm is not None and is_alive(warm.pid, warm.started):
+    if warm is not None and _answers(warm, ANSWER_S):
         return warm
-    if router.process() is None:
-        return None
-    if router.exposed():  # a start takes its time: no candidate keeps traffic meanwhile
+    served = router.process() is not None
+    if served and router.exposed():  # what follows takes its time: no candidate keeps traffic meanwhile
         router.revert(router.held_generation())
+    if warm is not None and _answers(warm, PATIENT_S):  # a machine under load: cheaper than a start
+        return warm
     name = warm.name if warm is not None else f"previous-{previous.release_id}"
+    stop_process(router.cell, name, grace_s=0)  # where it hangs: it serves nobody
+    if not served:
+        return None
     print(f"rollback: {name} is not warm: starting it", file=sys.stderr)
     started = start_instance(router.cell, name, "champion", previous.command, free_port())
     try:
@@ -184,6 +208,10 @@ def _ready_previous(router: EnvoyRouter, record: Record) -> Instance | None:
         stop_process(router.cell, name)
         raise
     return started
+
+
+def _answers(instance: Instance, wait_s: float) -> bool:
+    return is_alive(instance.pid, instance.started) and answers(instance.port, wait_s)
 
 
 def _begin(order: _Order) -> Callable[[Record], None]:

@@ -18,6 +18,7 @@ import time
 from attention.errors import UserError
 from data.paths import cell_dir
 from tasks.events import write_event
+from tasks.heartbeat import beat
 from tasks.record import Record, RecordStore
 from tasks.router import EnvoyRouter, RouterError
 
@@ -36,6 +37,7 @@ def watch(gpu: str, family: str, *, stop: threading.Event | None = None) -> None
     watchdog = _Watchdog(RecordStore(cell / "record.json"), EnvoyRouter(cell))
     _say(f"watching {gpu} {family}")
     while not stop.wait(POLL_S):
+        beat(cell)
         try:
             watchdog.look()
         except (RouterError, OSError) as error:  # e.g. Envoy is being restarted: the next look tries again

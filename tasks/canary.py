@@ -23,6 +23,7 @@ from tasks.moves import move, settle
 from tasks.record import Shares
 from tasks.router import EnvoyRouter
 from tasks.traffic import Played, endless, play
+from tasks.vigil import Vigil
 from tasks.windows import write_windows
 
 
@@ -110,7 +111,7 @@ def _gather(
     missing = wanted - have
     if missing <= 0:
         return None
-    most_at_once = context.plan.traffic.max_in_flight
+    most_at_once, vigil = context.plan.traffic.max_in_flight, Vigil(context)
     played = play(
         _from_now(arrivals),
         f"http://127.0.0.1:{router.port}",
@@ -119,7 +120,7 @@ def _gather(
         max_in_flight=min(most_at_once, SHADOW_CONCURRENCY) if step.share == 100 else most_at_once,
         enough=lambda so_far: so_far.begun["candidate"] >= missing,
         most=math.ceil(missing * 100 / step.share) * 3 + 50,
-        tick=lambda so_far: _tick(context, step),
+        tick=lambda so_far: vigil.trouble(so_far) or _tick(context, step),
     )
     step.played.append(played)
     if played.stopped is None:

@@ -41,6 +41,7 @@ UPSTREAM_IDLE_S = 3
 STREAM_IDLE_S = 300  # no byte either way for this long ends a stream; a token gap is far below
 
 _ROUTE = "attention"
+_HOST = "attention"  # of every request upstream; Envoy appends `-shadow` to it for the copy that it mirrors
 _TYPE = "type.googleapis.com/"
 
 
@@ -120,6 +121,8 @@ def render_routes(routes: Routes) -> str:
     action: dict[str, Any] = {
         "weighted_clusters": {"clusters": weighted, "use_hash_policy": True},
         "hash_policy": [{"header": {"header_name": "x-session-id"}}],
+        # A client that calls itself `evil-shadow` would be taken for a copy, which no gate counts.
+        "host_rewrite_literal": _HOST,
         "timeout": "0s",  # a stream of tokens has no natural end
         "retry_policy": {"retry_on": "connect-failure", "num_retries": 2},
     }

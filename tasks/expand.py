@@ -13,12 +13,14 @@ from datetime import UTC, datetime
 from data.requests import TrafficRequest
 from gates import expand as gate
 from gates.served import Span
+from gates.verdict import GateReport, Verdict, error_check
 from tasks.context import Context, StageOutcome
 from tasks.instances import command_of
 from tasks.moves import move, settle
 from tasks.record import Deployed, Record, Shares
 from tasks.router import EnvoyRouter
-from tasks.traffic import endless, play
+from tasks.traffic import Played, endless, play
+from tasks.vigil import Vigil
 from tasks.windows import write_windows
 
 
@@ -28,9 +30,11 @@ def run(context: Context, router: EnvoyRouter, requests: list[TrafficRequest]) -
     start = datetime.now(UTC)
     move(context, router, mirror=0.0, shares=Shares(champion=0, control=0, candidate=100))
 
-    def tick(_: object) -> str | None:
+    vigil = Vigil(context)
+
+    def tick(so_far: Played) -> str | None:
         context.check()
-        return None
+        return vigil.trouble(so_far)
 
     played = play(
         endless(requests, start=len(requests) // 2),
@@ -40,8 +44,12 @@ def run(context: Context, router: EnvoyRouter, requests: list[TrafficRequest]) -
         most=plan.requests,
         tick=tick,
     )
-    settle(context, "candidate", shadow=False, since=start, at_least=played.of("candidate"))
     outcome = played.outcome()
+    if played.stopped is not None:
+        breach = error_check("breach", played.stopped).model_copy(update={"verdict": Verdict.FAIL})
+        report = GateReport(stage="expand", checks=(breach,))
+        return StageOutcome(report, {"sent": outcome.sent, "lost": outcome.lost})
+    settle(context, "candidate", shadow=False, since=start, at_least=played.of("candidate"))
     span = Span(start, datetime.now(UTC))
     report = gate.judge(context.lake, context.release_id, context.plan, span=span, client=outcome)
     write_windows(context, "expand", 100, span, 0)

@@ -62,6 +62,8 @@ def start(context: Context, router: Router) -> tuple[Instance, Instance]:
 
     Raises ProcessError when one does not become ready; the message quotes its reasons.
     """
+    # A release that lost its lease, by `down` say, starts nothing that nobody would stop again.
+    context.update(lambda record: None)
     reap(context)
     candidate, control = _launch(context, "candidate"), _launch(context, "control")
 
@@ -72,7 +74,8 @@ def start(context: Context, router: Router) -> tuple[Instance, Instance]:
     for instance in (candidate, control):
         wait_ready(instance, READY_S)
         context.check()
-    generation = context.store.load().generation
+    # Under the lease, not merely read: another release's candidate may stand there by now.
+    generation = context.update(lambda record: None).generation
     router.set_endpoint("candidate", candidate.port, generation=generation)
     router.set_endpoint("control", control.port, generation=generation)
     return candidate, control

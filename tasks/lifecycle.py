@@ -19,10 +19,9 @@ from attention.errors import UserError
 from data.candidate import Cell, Loaded, load_candidate
 from data.environment import load_environment
 from data.paths import candidates_dir, cell_dir, lake_dir, repo_dir
-from gates.verdict import Verdict
 from tasks.context import Context, StageOutcome, setup_of
 from tasks.instances import command
-from tasks.record import Attempt, Deployed, Record, RecordStore, Shares, StageRecord, State
+from tasks.record import Approval, Attempt, Deployed, Record, RecordStore, Shares, StageRecord, State
 from tasks.router import Router, RouterError
 
 #: State after a stage was passed.
@@ -225,7 +224,7 @@ def begin(context: Context, champion: Deployed) -> Record:
 
     def change(record: Record) -> None:
         if context.resumed:
-            record.stages = [s for s in record.stages if s.stage in OFFLINE and s.verdict == Verdict.PASS]
+            record.stages = [s for s in record.stages if s.stage in OFFLINE and s.done]
             record.state = AFTER[record.stages[-1].stage] if record.stages else "registered"
             record.reason = "resumed"
             return
@@ -235,13 +234,15 @@ def begin(context: Context, champion: Deployed) -> Record:
         record.release_id, record.candidate = context.release_id, context.candidate.candidate.name
         record.identity, record.state = context.candidate.identity, "registered"
         record.tags = ["drill"] if context.candidate.candidate.is_drill else []
-        record.stages, record.approval, record.reason = [], None, ""
+        record.stages, record.approval, record.held_stage, record.reason = [], None, None, ""
 
     return context.update(change)
 
 
-def passed(context: Context, stage: str, outcome: StageOutcome, seconds: float) -> Record:
-    """Note a finished stage; the state moves on only with a pass."""
+def passed(
+    context: Context, stage: str, outcome: StageOutcome, seconds: float, approval: Approval | None = None
+) -> Record:
+    """Note a finished stage; the state moves on only with a pass, or a person's yes to what it could not decide."""
 
     def change(record: Record) -> None:
         record.stages = [s for s in record.stages if s.stage != stage]
@@ -252,9 +253,10 @@ def passed(context: Context, stage: str, outcome: StageOutcome, seconds: float) 
                 finished_at=time.time(),
                 seconds=round(seconds, 3),
                 detail=outcome.detail,
+                approved_by=approval.by if approval is not None else None,
             )
         )
-        if outcome.report.verdict is Verdict.PASS:
+        if record.stages[-1].done:
             record.state = AFTER[stage]
 
     return context.update(change)
@@ -269,6 +271,7 @@ def end(context: Context, state: State, failed_gate: str | None, reason: str) ->
 
 def _end(record: Record, state: State, failed_gate: str | None, reason: str) -> None:
     record.state, record.reason = state, reason
+    record.approval, record.held_stage = None, failed_gate if state == "held" else None
     if state != "held" and record.release_id and record.candidate and record.identity:
         record.attempts.append(
             Attempt(

@@ -145,6 +145,12 @@ def ask_health(port: int, timeout_s: float = 2.0) -> tuple[int, dict[str, Any]] 
     return response.status, body if isinstance(body, dict) else {"body": body}
 
 
+def answers(port: int, timeout_s: float = 2.0) -> bool:
+    """Whether the instance on that port says in time that it is ready."""
+    answer = ask_health(port, timeout_s)
+    return answer is not None and answer[0] == http.client.OK
+
+
 def log_end(instance: Instance) -> str:
     """The last lines of an instance's log."""
     try:

@@ -59,7 +59,7 @@ class Deployed(_Model):
     release_id: str
     candidate: str
     candidate_file: str
-    identity: str  # hash of candidate, policy, plan and environment
+    identity: str  # see data/candidate.py
     fingerprint_id: str | None
     backends: dict[str, str]  # phase -> resolved backend
     model_path: str
@@ -101,9 +101,10 @@ class Lease(_Model):
 
 
 class Approval(_Model):
-    """A person's yes to one release."""
+    """A person's yes to one held stage of one release."""
 
     release_id: str
+    stage: str
     by: str
     time: float
     note: str = ""
@@ -117,6 +118,12 @@ class StageRecord(_Model):
     finished_at: float
     seconds: float
     detail: dict[str, Any] = {}
+    approved_by: str | None = None  # who said yes to an inconclusive verdict
+
+    @property
+    def done(self) -> bool:
+        """Whether the release may go on after it."""
+        return self.verdict == "pass" or (self.verdict == "inconclusive" and self.approved_by is not None)
 
 
 class Attempt(_Model):
@@ -150,6 +157,7 @@ class Record(_Model):
     shares: Shares = Shares()
     mirror: float = 0.0  # fraction of live requests that is copied to the candidate
     lease: Lease | None = None
+    held_stage: str | None = None  # what an approval given now would be for
     approval: Approval | None = None
     stages: list[StageRecord] = []
     attempts: list[Attempt] = []

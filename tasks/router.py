@@ -5,7 +5,7 @@ replaces the files of `tasks/envoy_config.py` and then asks Envoy's admin whethe
 in force; an order that is not confirmed raises `RouterError`, it never passes for done.
 
 Every order carries the generation of the release record that it follows from, and an older one than
-the file holds is refused: a release that was overruled by a rollback cannot give its candidate traffic
+its file or the routes hold is refused: a release that was overruled by a rollback cannot give its candidate traffic
 again, however late it wakes up. Any process may use it; only the supervisor starts Envoy.
 """
 
@@ -194,11 +194,9 @@ class EnvoyRouter:
 
     def held_generation(self) -> int:
         """Generation of the newest order: for a revert where the record itself cannot be used."""
-        try:
-            routes = self.told().version
-        except RouterError:
-            routes = self._observe_routes()[0]
-        return max(routes.generation, *(self._read_endpoint(cluster)[0].generation for cluster in CLUSTERS))
+        return max(
+            self._routes_version().generation, *(self._read_endpoint(cluster)[0].generation for cluster in CLUSTERS)
+        )
 
     def exposed(self) -> bool:
         """Whether live requests reach, or are copied to, anything but the champion, as far as is known."""
@@ -255,9 +253,17 @@ class EnvoyRouter:
         with locked(self.cell / "router.lock"):
             old, _ = self._read_endpoint(cluster)
             _refuse_older(path, generation, old)
+            # A revert writes the routes alone: whoever it overruled may not move an endpoint under them either.
+            _refuse_older(self._routes, generation, self._routes_version())
             version = Version(generation, old.serial + 1)
             write_atomically(path, config.render_endpoint(cluster, port, version))
         self._confirm(f"{cluster} on port {port}", lambda: self._observe_endpoints()[cluster] == port)
+
+    def _routes_version(self) -> Version:
+        try:
+            return self.told().version
+        except RouterError:  # broken by hand: Envoy still runs what it had
+            return self._observe_routes()[0]
 
     def _read_endpoint(self, cluster: Cluster) -> tuple[Version, int | None]:
         """What the endpoint file says; serial -1 and nobody if there is none, or it is broken."""

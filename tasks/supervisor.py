@@ -1,7 +1,7 @@
 """The supervisor: keeps Envoy, the watchdog and the champion running, and the champion reachable.
 
-One small process a cell, detached from whoever started it. What dies is started again with a growing
-pause; what already runs, say after the supervisor itself was killed, is adopted and never started
+One small process a cell, detached from whoever started it. What dies, or hangs, is started again with a
+growing pause; what already runs, say after the supervisor itself was killed, is adopted and never started
 twice. Which instance is the champion stands in the release record alone: after a promotion or a
 rollback the supervisor simply finds another name there.
 
@@ -11,7 +11,6 @@ rollback the supervisor simply finds another name there.
 from __future__ import annotations
 
 import argparse
-import http.client
 import signal
 import sys
 import threading
@@ -19,7 +18,9 @@ import time
 
 from attention.errors import UserError
 from data.paths import cell_dir
+from tasks.heartbeat import last_beat
 from tasks.processes import (
+    answers,
     ask_health,
     find_process,
     free_port,
@@ -37,6 +38,17 @@ POLL_S = 0.2
 MAX_PAUSE_S = 10.0
 PROVEN_S = 30.0  # a process that lived this long starts again without a pause
 SUPERVISOR, WATCHDOG = "supervisor", "watchdog"
+
+# A champion answers /health from its event loop while another thread computes, in milliseconds also under
+# load; seconds of silence are a machine that swaps, and a restart would only add to that. So: several questions
+# in a row, each given 2 s, over 10 s. Any answer counts, also a 503: that process runs, and says what it lacks.
+HEALTH_EVERY_S = 2.0
+HEALTH_TIMEOUT_S = 2.0
+HUNG_S = 10.0
+HUNG_ASKS = 4
+# The watchdog touches its file before each look, i.e. twice a second; one look may wait for locks and for Envoy,
+# and write an event, which takes a few seconds at worst.
+SILENT_S = 15.0
 
 
 class _OvertakenError(RuntimeError):
@@ -61,6 +73,25 @@ class _Pause:
         self._started = time.monotonic()
 
 
+class _Silence:
+    """Tells a process that hangs: for `limit_s`, and that many looks in a row, it gave no new sign of life.
+
+    Looks are counted because this process may itself have been stopped meanwhile.
+    """
+
+    def __init__(self, limit_s: float, min_looks: int) -> None:
+        self._limit_s, self._min_looks = limit_s, min_looks
+        self._sign: object = None
+        self._since, self._looks = 0.0, 0
+
+    def too_long(self, sign: object) -> bool:
+        now = time.monotonic()
+        if sign != self._sign:
+            self._sign, self._since, self._looks = sign, now, 0
+        self._looks += 1
+        return self._looks > self._min_looks and now - self._since > self._limit_s
+
+
 class Supervisor:
     """Keeps the processes of one cell; `run` returns when `stop` is set."""
 
@@ -72,6 +103,10 @@ class Supervisor:
         self.stop = threading.Event()
         self._pauses = {name: _Pause() for name in (ENVOY, WATCHDOG, "champion")}
         self._to_route: Instance | None = None  # started here, not yet behind Envoy
+        self._silences = {WATCHDOG: _Silence(SILENT_S, HUNG_ASKS), "champion": _Silence(HUNG_S, HUNG_ASKS)}
+        self._proven: Instance | None = None  # champion that was ready once: before that, silence is loading
+        self._answers = 0
+        self._ask_at = 0.0
 
     def run(self) -> None:
         """Look after everything five times a second; stop it all at the end."""
@@ -97,7 +132,12 @@ class Supervisor:
 
     def _keep_watchdog(self) -> None:
         found = find_process(self.cell, WATCHDOG)
-        if (found is not None and found.alive()) or not self._pauses[WATCHDOG].over():
+        if found is not None and found.alive():
+            if not self._silences[WATCHDOG].too_long((found.pid, last_beat(self.cell))):
+                return
+            _say(f"the watchdog gave no sign of life for {SILENT_S:g} s: killing it")
+            stop_process(self.cell, WATCHDOG, grace_s=0)
+        if not self._pauses[WATCHDOG].over():
             return
         self._pauses[WATCHDOG].note_start()
         _say("starting the watchdog")
@@ -109,11 +149,26 @@ class Supervisor:
         if record.champion is None:
             return
         instance = record.champion.instance
-        if instance is not None and is_alive(instance.pid, instance.started):
+        if instance is not None and is_alive(instance.pid, instance.started) and not self._hangs(instance):
             self._route(record, instance)
         elif self._pauses["champion"].over():
             self._pauses["champion"].note_start()
             self._start_champion(record.champion)
+
+    def _hangs(self, instance: Instance) -> bool:
+        """Whether a champion that was ready once fell silent; it is killed then."""
+        if self.router.told_endpoint("champion") == instance.port:
+            self._proven = instance
+        if instance != self._proven or time.monotonic() < self._ask_at:
+            return False
+        if ask_health(instance.port, HEALTH_TIMEOUT_S) is not None:
+            self._answers += 1
+        self._ask_at = time.monotonic() + HEALTH_EVERY_S
+        if not self._silences["champion"].too_long((instance.pid, self._answers)):
+            return False
+        _say(f"{instance.name} has not answered /health for {HUNG_S:g} s: killing it")
+        stop_process(self.cell, instance.name, grace_s=0)
+        return True
 
     def _start_champion(self, deployed: Deployed) -> None:
         old = deployed.instance
@@ -143,8 +198,7 @@ class Supervisor:
         ours = told is None or instance == self._to_route or not record.lease_live()
         if told == instance.port or not ours or self.router.process() is None:
             return
-        answer = ask_health(instance.port)
-        if answer is not None and answer[0] == http.client.OK:
+        if answers(instance.port):
             self.router.set_endpoint("champion", instance.port, generation=record.generation)
             self._to_route = None
             _say(f"{instance.name} serves on port {instance.port}")

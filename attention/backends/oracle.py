@@ -117,7 +117,7 @@ class OracleBackend:
     def check(self, case: AttentionCase) -> list[Reason]:
         return []
 
-    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         return _PlannedOracle(self.name, batch, spec)
 
 

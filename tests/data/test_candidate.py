@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import yaml
 
 from attention.errors import UserError
+from attention.model_config import model_revision
 from data.candidate import load_candidate
 from data.paths import repo_dir
 from tests.commands import FLASH, QUICK, SAMPLE, candidate_file
@@ -80,6 +82,62 @@ def test_identity_follows_the_content_of_the_plan_behind_the_same_name(tmp_path:
     before = load_candidate(path).identity
     plan.write_text(QUICK.read_text().replace("seeds: 1", "seeds: 2"))
     assert load_candidate(path).identity != before
+
+
+def test_identity_follows_traffic_golden_set_and_model_behind_the_same_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traffic, golden, model = tmp_path / "traffic.jsonl", tmp_path / "golden.jsonl", tmp_path / "own-1b"
+    traffic.write_text(SAMPLE.read_text())
+    golden.write_text("{}")
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    weights = bytearray(1 << 25)
+    (model / "model.safetensors").write_bytes(weights)
+    monkeypatch.setattr("data.candidate.GOLDEN_FILE", golden)
+    path = candidate_file(tmp_path, traffic={"source": str(traffic)}, waves=[{"gpu": "cpu", "models": [str(model)]}])
+
+    def identity() -> str:
+        return load_candidate(path).identity
+
+    found = [identity()]
+    assert identity() == found[0]
+    traffic.write_text(SAMPLE.read_text() + SAMPLE.read_text().splitlines()[0] + "\n")
+    found.append(identity())
+    golden.write_text("{} ")
+    found.append(identity())
+    (model / "config.json").write_text('{"rope_theta": 1}')
+    found.append(identity())
+    weights[0] = 1
+    (model / "model.safetensors").write_bytes(weights)
+    found.append(identity())
+    (model / "tokenizer.json").write_text("{}")
+    found.append(identity())
+    assert len(set(found)) == len(found)
+
+
+def test_a_large_model_is_told_apart_at_once(tmp_path: Path) -> None:
+    """270 MB of weights, and a tokenizer, as the default model has; the least of five, for machines with others on."""
+    (tmp_path / "tokenizer.json").write_bytes(bytes(3_500_000))
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(270_000_000)
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        model_revision(tmp_path)
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.05
+
+
+def test_a_model_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    def refuse(path: Path, mode: str) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(UserError, match=r"config.json: Permission denied: fetch the model again"):
+        model_revision(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["", "-flash", "a/b", "../up", "a b", "x" * 64, "naïve"])

@@ -94,18 +94,10 @@ def test_kill_9_in_the_canary_gives_users_back_within_the_lease_and_two_seconds(
         time.sleep(0.05)
     print(f"100/0/0 after {time.monotonic() - killed:.1f} s")
     assert home.router.observe().shares == Shares()
-    end_prefect(home)
     record = home.record()
     assert (record.state, record.shares, record.lease) == ("baselined", Shares(), None)
     assert finished(record).items() >= before.items()
     assert set(OFFLINE) <= set(finished(record))
-
-
-def end_prefect(home: Home) -> None:
-    """Prefect's server for the length of a command outlives a SIGKILL of that command, and no file names it."""
-    for process in home.processes():
-        if "prefect.server" in process:
-            os.kill(int(process.partition(" ")[0]), signal.SIGKILL)
 
 
 def test_ctrl_c_in_the_canary_goes_back_to_the_champion_and_stops_what_it_started(home: Home, flash: Path) -> None:
@@ -137,3 +129,26 @@ def test_the_same_command_goes_on_to_the_promotion(home: Home, flash: Path) -> N
     after = finished(home.record())
     assert {stage: after[stage] for stage in OFFLINE} == {stage: finished(before)[stage] for stage in OFFLINE}
     assert "(resumed)" in done.stderr
+
+
+def test_a_candidate_that_dies_in_the_canary_is_rolled_back_at_once(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    home = Home(tmp_path / "home", tmp_path / "prefect")
+    try:
+        command = home.start("release", candidate_file(tmp_path / "candidates"), "--json")
+        command.wait_for(lambda: candidate_serves(home), 400)
+        instance = home.record().candidate_instance
+        assert instance is not None
+        os.kill(instance.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        while home.router.observe().exposed():
+            assert time.monotonic() - killed < 10, "the dead candidate still gets traffic"
+            time.sleep(0.05)
+        print(f"100/0/0 after {time.monotonic() - killed:.1f} s")
+        assert command.child.wait(120) == 1, command.said()
+        record = home.record()
+        assert (record.state, record.attempts[-1].failed_gate) == ("rolled_back", "canary")
+        assert "died" in record.reason
+    finally:
+        home.run("down")
+    assert home.processes() == []

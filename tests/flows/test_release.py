@@ -190,7 +190,8 @@ def test_a_rollback_is_confirmed_in_a_second_without_prefect_mlflow_and_torch(
         assert previous is not None and previous.instance is not None
         port = previous.instance.port
         started = time.monotonic()
-        command = home.start("rollback", *FAMILY, "--reason", "users see garbage", "--json", PYTHONPATH=path)
+        there = ("--to", good) if seconds else ()  # what was rolled back before serves again only when named
+        command = home.start("rollback", *FAMILY, *there, "--reason", "users see garbage", "--json", PYTHONPATH=path)
         while home.router.observe().endpoints["champion"] != port:
             assert time.monotonic() - started < 30, command.said()
             time.sleep(0.01)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,8 +20,9 @@ from attention.errors import UserError
 from data.paths import lake_dir, repo_dir
 from flows.rollback import rollback
 from tasks.files import locked
-from tasks.processes import free_port, is_alive, list_processes, stop_processes
+from tasks.processes import free_port, is_alive, list_processes, start_ticks, stop_processes
 from tasks.record import LeaseLostError, Record, RecordStore, Shares
+from tasks.router import EnvoyRouter, RouterError
 from tests.stub_cell import FAMILY, GPU, StubCell, deployed
 
 CANARY = Shares(champion=60, control=20, candidate=20)
@@ -55,20 +58,20 @@ def test_users_are_back_on_previous_within_a_second_of_the_command_although_impo
     """Wall time from the start of the interpreter; a busy machine gets three tries."""
     seconds = []
     for bad, good in (("r2", "r1"), ("r1", "r2"), ("r2", "r1")):
-        seconds.append(seconds_until_served_by(cell, bad, good))
+        seconds.append(seconds_until_served_by(cell, bad, good, to=good if seconds else None))
         if seconds[-1] < 1.0:
             break
     print("last request to the bad release:", ", ".join(f"{waited:.2f} s" for waited in seconds))
     assert min(seconds) < 1.0
 
 
-def seconds_until_served_by(cell: StubCell, bad: str, good: str) -> float:
+def seconds_until_served_by(cell: StubCell, bad: str, good: str, to: str | None) -> float:
     """Seconds after the start of the command at which the bad release got its last request."""
     script = (
         "import sys\n"
         f"sys.modules.update(dict.fromkeys({BLOCKED!r}))\n"
         "from flows.rollback import rollback\n"
-        f"done = rollback({GPU!r}, {FAMILY!r}, reason='users see garbage')\n"
+        f"done = rollback({GPU!r}, {FAMILY!r}, to={to!r}, reason='users see garbage')\n"
         "print(done.serves, done.notes)\n"
     )
     answers: list[tuple[float, str]] = []
@@ -139,9 +142,75 @@ def test_a_previous_that_is_not_warm_is_started_first(cell: StubCell, capsys: py
     assert "champion-r1 is not warm: starting it" in capsys.readouterr().err
 
 
+def test_a_previous_that_hangs_is_not_warm_and_is_started_anew(
+    cell: StubCell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hung = cell.pids()["champion-r1"]
+    os.kill(hung, signal.SIGSTOP)
+    done = rollback(GPU, FAMILY, reason="both are ill")
+    assert (done.serves, cell.served_by()) == ("r1", "r1")
+    assert "champion-r1 is not warm: starting it" in capsys.readouterr().err
+    assert cell.pids()["champion-r1"] != hung and start_ticks(hung) is None
+
+
+def test_a_previous_that_is_merely_slow_to_answer_is_kept(cell: StubCell) -> None:
+    """Continued between the first question and the second."""
+    slow = cell.pids()["champion-r1"]
+    os.kill(slow, signal.SIGSTOP)
+    threading.Timer(0.8, os.kill, (slow, signal.SIGCONT)).start()
+    assert rollback(GPU, FAMILY, reason="a busy machine").serves == "r1"
+    assert cell.pids()["champion-r1"] == slow and cell.served_by() == "r1"
+
+
 def test_a_rollback_can_itself_be_rolled_back(cell: StubCell) -> None:
     rollback(GPU, FAMILY, reason="first")
     assert rollback(GPU, FAMILY, to="r2", reason="it was not r2").serves == "r2"
+    assert cell.served_by() == "r2"
+
+
+def test_a_second_rollback_does_not_give_users_back_to_what_was_rolled_back(cell: StubCell) -> None:
+    rollback(GPU, FAMILY, reason="users see garbage")
+    before = cell.store.path.read_text()
+    with pytest.raises(UserError, match=r"^r2 is already rolled back and r1 serves .*`--to r2` to go forward again$"):
+        rollback(GPU, FAMILY, reason="on-call runs it twice")
+    assert cell.served_by() == "r1" and cell.store.path.read_text() == before
+    # A release under way is another matter: it is what can still be ended.
+    cell.expose(CANARY, lease_s=60)
+    assert rollback(GPU, FAMILY, reason="the next one is bad too").release_id == "r9"
+    cell.store.acquire("r10")
+    assert rollback(GPU, FAMILY, reason="stop it").serves == "r1"
+    assert not cell.store.load().lease_live() and cell.served_by() == "r1"
+
+
+def test_a_rollback_that_was_not_confirmed_is_finished_by_the_next_and_not_undone(
+    cell: StubCell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+
+        def unconfirmed(router: EnvoyRouter, generation: int) -> None:
+            raise RouterError("Envoy did not confirm")
+
+        broken.setattr(EnvoyRouter, "revert", unconfirmed)
+        with pytest.raises(RouterError):
+            rollback(GPU, FAMILY, reason="users see garbage")
+    assert cell.store.load().state == "rolling_back"
+    done = rollback(GPU, FAMILY, reason="again, as it said")
+    assert (done.release_id, done.serves, cell.served_by()) == ("r2", "r1", "r1")
+    assert cell.store.load().state == "rolled_back"
+
+
+def test_after_the_next_promotion_what_was_once_rolled_back_is_an_ordinary_previous(cell: StubCell) -> None:
+    rollback(GPU, FAMILY, reason="first")
+    rollback(GPU, FAMILY, to="r2", reason="it was not r2")
+    third = cell.start("r3", "candidate")
+
+    def promote(record: Record) -> None:
+        record.previous, record.champion = record.champion, deployed("r3", third)
+        record.champion.promoted_at = time.time()
+        record.release_id, record.state = "r3", "promoted"
+
+    cell.router.set_endpoint("champion", third.port, generation=cell.write(promote).generation)
+    assert rollback(GPU, FAMILY, reason="r3 is bad").serves == "r2"
     assert cell.served_by() == "r2"
 
 

@@ -53,7 +53,7 @@ def test_a_cell_shows_state_champion_previous_shares_lease_and_who_lives() -> No
     record.shares = Shares(champion=60, control=20, candidate=20)
     now = time.time()
     record.lease = Lease(holder="r2", pid=os.getpid(), token="t", acquired_at=now, expires_at=now + 60)
-    record.approval = Approval(release_id="r2", by="reviewer", time=now)
+    record.approval = Approval(release_id="r2", stage="canary", by="reviewer", time=now)
     put(record)
     [cell] = status().cells
     assert (cell.state, cell.champion, cell.previous) == ("canary", "torch-math", "older")

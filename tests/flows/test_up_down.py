@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,9 @@ from attention.errors import UserError
 from data.paths import repo_dir
 from flows.down import down
 from flows.up import up
-from tasks.processes import ProcessError, free_port, is_alive
-from tasks.record import Record, Shares
+from tasks.processes import ProcessError, free_port, is_alive, start_ticks
+from tasks.record import Instance, LeaseLostError, Record, Shares
+from tasks.supervisor import HUNG_S, Supervisor, _Silence
 from tests.stub_cell import FAMILY, GPU, StubCell, deployed, wait_until
 
 
@@ -67,6 +68,58 @@ def test_what_dies_is_started_again(cell: StubCell) -> None:
     after = cell.pids()
     assert after["supervisor"] == before["supervisor"]
     assert all(after[name] != before[name] for name in ("envoy", "watchdog", "champion-r1"))
+
+
+def test_what_hangs_is_killed_and_started_again(cell: StubCell) -> None:
+    up(GPU, FAMILY, champion=deployed("r1"))
+    before = cell.pids()
+    for name in ("watchdog", "champion-r1"):
+        os.kill(before[name], signal.SIGSTOP)
+    waited = wait_until(lambda: cell.pids().get("champion-r1") not in (None, before["champion-r1"]), 40)
+    assert waited > HUNG_S / 2
+    wait_until(lambda: cell.pids().get("watchdog") not in (None, before["watchdog"]), 40)
+    wait_until(lambda: serves(cell), 10)
+    after = cell.pids()
+    assert (after["supervisor"], after["envoy"]) == (before["supervisor"], before["envoy"])
+    assert find_state_of(before.values()) <= {"S", "R"}
+
+
+def find_state_of(pids: Iterable[int]) -> set[str]:
+    return {find_state(pid) for pid in pids if start_ticks(pid) is not None}
+
+
+def test_a_champion_that_still_loads_is_left_alone_however_silent(cell: StubCell) -> None:
+    supervisor = supervisor_of(cell)
+    silent = Instance(name="champion-r1", port=free_port(), pid=os.getpid(), started=1, log="")
+    assert not any(supervisor._hangs(silent) for _ in range(20))
+
+
+@pytest.mark.parametrize(("answers", "hung"), [([True, False] * 10, False), ([False] * 20, True)])
+def test_a_champion_hangs_only_when_it_answers_nothing_for_long(
+    cell: StubCell, monkeypatch: pytest.MonkeyPatch, answers: list[bool], hung: bool
+) -> None:
+    """Slow now and then is not hung; a question every two seconds by this clock."""
+    supervisor, clock, said = supervisor_of(cell), [100.0], iter(answers)
+    champion = Instance(name="champion-r1", port=4711, pid=os.getpid(), started=1, log="")
+    monkeypatch.setattr(supervisor.router, "told_endpoint", lambda role: champion.port)
+    monkeypatch.setattr("tasks.supervisor.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("tasks.supervisor.ask_health", lambda *_: (503, {}) if next(said) else None)
+    verdicts = []
+    for _ in answers:
+        verdicts.append(supervisor._hangs(champion))
+        clock[0] += 2.0
+    assert any(verdicts) == hung
+    assert not any(verdicts[:5]), "too early"
+
+
+def test_a_supervisor_that_was_itself_stopped_kills_nobody_for_it() -> None:
+    silence = _Silence(limit_s=0.0, min_looks=4)
+    assert not any(silence.too_long("sign") for _ in range(4))
+    assert silence.too_long("sign") and not silence.too_long("another sign")
+
+
+def supervisor_of(cell: StubCell) -> Supervisor:
+    return Supervisor(GPU, FAMILY, free_port())
 
 
 def test_a_killed_supervisor_leaves_users_served_and_up_adopts_what_lives(cell: StubCell) -> None:
@@ -149,6 +202,21 @@ def test_a_champion_that_cannot_start_is_quoted_and_nothing_stays(cell: StubCell
 def test_up_without_a_champion_says_what_to_do(cell: StubCell) -> None:
     with pytest.raises(UserError, match="names no champion to serve: release one first"):
         up(GPU, FAMILY)
+
+
+def test_down_during_a_release_ends_its_lease_and_leaves_a_whole_record(cell: StubCell) -> None:
+    up(GPU, FAMILY, champion=deployed("r1"))
+    candidate = cell.start("r9", "candidate")
+    cell.router.set_endpoint("candidate", candidate.port, generation=cell.store.load().generation)
+    token = cell.expose(Shares(champion=60, control=20, candidate=20), lease_s=60)
+    down(GPU, FAMILY)
+    assert cell.pids() == {}
+    text = cell.store.path.read_text()
+    with pytest.raises(LeaseLostError, match="a rollback, the watchdog or another release ended it"):
+        cell.store.update(lambda record: None, token=token)
+    assert cell.store.path.read_text() == text
+    record = cell.store.load()
+    assert (record.state, record.shares, record.lease, record.candidate_instance) == ("baselined", Shares(), None, None)
 
 
 def test_down_stops_everything_although_the_record_is_corrupt(

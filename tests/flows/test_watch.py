@@ -129,7 +129,63 @@ def test_a_release_that_wakes_up_late_can_neither_write_nor_move_traffic(
         cell.store.update(lambda record: None, token=token)
     with pytest.raises(StaleGenerationError):
         cell.router.set_shares(60, 20, 20, generation)
-    assert is_safe(cell)
+    # The hand-over needs no share: it puts the candidate itself behind `champion`.
+    champion = cell.router.told_endpoint("champion")
+    with pytest.raises(StaleGenerationError):
+        cell.router.set_endpoint("champion", cell.router.told_endpoint("candidate"), generation=generation)
+    assert is_safe(cell) and cell.router.told_endpoint("champion") == champion
+
+
+def test_a_release_that_was_stopped_for_long_moves_nothing_after_it_is_continued(cell: StubCell) -> None:
+    """SIGSTOP in the canary until its lease ran out, SIGCONT: each way to traffic is closed before it notices."""
+    release = (
+        "import time\n"
+        "from tests.stub_cell import StubCell\n"
+        "from tasks.record import LeaseLostError, Shares\n"
+        "from tasks.router import StaleGenerationError\n"
+        "cell = StubCell.here()\n"
+        "def refused(order, *args, **named):\n"
+        "    try:\n"
+        "        order(*args, **named)\n"
+        "        return 'obeyed'\n"
+        "    except (LeaseLostError, StaleGenerationError) as error:\n"
+        "        return type(error).__name__\n"
+        "def expose(record):\n"
+        "    record.release_id, record.state = 'r9', 'canary'\n"
+        "    record.shares = Shares(champion=60, control=20, candidate=20)\n"
+        "with cell.store.hold('r9') as lease:\n"
+        "    held = cell.store.update(expose, token=lease.token).generation\n"
+        "    cell.router.set_shares(60, 20, 20, held)\n"
+        "    candidate = cell.router.told_endpoint('candidate')\n"
+        "    print('exposed', flush=True)\n"
+        "    input()\n"
+        "    print(refused(cell.router.set_shares, 0, 0, 100, held))\n"
+        "    print(refused(cell.router.set_endpoint, 'champion', candidate, generation=held))\n"
+        "    print(refused(cell.store.update, expose, token=lease.token))\n"
+        "    print(lease.lost.wait(5))\n"
+    )
+    watchdog = subprocess.Popen([sys.executable, "-m", "flows.watch", GPU, FAMILY], cwd=repo_dir())
+    holder = subprocess.Popen(
+        [sys.executable, "-c", release], cwd=repo_dir(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdin is not None and holder.stdout is not None
+        assert holder.stdout.readline() == "exposed\n"
+        os.kill(holder.pid, signal.SIGSTOP)
+        wait_until(lambda: is_safe(cell), LEASE_S + 5)
+        wait_until(lambda: cell.store.load().lease is None)
+        holder.stdin.write("\n")
+        holder.stdin.flush()
+        os.kill(holder.pid, signal.SIGCONT)
+        said, _ = holder.communicate(timeout=30)
+        assert said.split() == ["StaleGenerationError", "StaleGenerationError", "LeaseLostError", "True"]
+        record = cell.store.load()
+        assert is_safe(cell) and (record.state, record.shares, record.lease) == ("baselined", Shares(), None)
+    finally:
+        holder.kill()
+        watchdog.terminate()
+        holder.wait()
+        watchdog.wait()
 
 
 def test_traffic_that_no_record_knows_of_is_taken_back(cell: StubCell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,30 @@ def test_a_second_release_is_refused_with_pid_and_duration(store: RecordStore) -
         store.update(set_reason("from aside"))  # type: ignore[arg-type]
 
 
+def test_of_releases_that_begin_in_the_same_moment_one_gets_the_record(store: RecordStore) -> None:
+    said: list[str] = []
+    together = threading.Barrier(4)
+
+    def begin(name: str) -> None:
+        together.wait()
+        try:
+            RecordStore(store.path).acquire(name)
+            said.append(name)
+        except UserError as error:
+            said.append(str(error))
+
+    releases = [threading.Thread(target=begin, args=(f"release-{number}",)) for number in range(4)]
+    for release in releases:
+        release.start()
+    for release in releases:
+        release.join()
+    [winner] = [line for line in said if line.startswith("release-")]
+    refused = [line for line in said if line != winner]
+    assert all("already running for cpu smollm2: " + winner in line and "\n" not in line for line in refused)
+    record = store.load()
+    assert record.lease is not None and (record.lease.holder, record.generation) == (winner, 1)
+
+
 def test_a_lease_that_ran_out_is_taken_over_and_its_old_holder_is_stopped(store: RecordStore) -> None:
     old = store.acquire("first")
     let_lease_run_out(store)

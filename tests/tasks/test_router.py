@@ -55,8 +55,10 @@ class Client:
     def __init__(self, port: int) -> None:
         self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
 
-    def ask(self, *, session: str = "", request_id: str = "", stream: bool = False, tokens: int = 4) -> Answer:
-        headers = {"content-type": "application/json", "x-attention-role": "a client may not choose"}
+    def ask(
+        self, *, session: str = "", request_id: str = "", stream: bool = False, tokens: int = 4, **more: str
+    ) -> Answer:
+        headers = {"content-type": "application/json", "x-attention-role": "a client may not choose", **more}
         if session:
             headers["x-session-id"] = session
         if request_id:
@@ -191,6 +193,18 @@ def test_the_mirror_copies_requests_under_their_own_id_and_counts_apart(site: Si
     assert site.candidate.live() == [] and site.champion.shadows() == []
     after = site.router.observe().requests
     assert (after["shadow"] - before["shadow"], after["candidate"] - before["candidate"]) == (20, 0)
+
+
+@pytest.mark.parametrize("host", ["evil-shadow", "evil-shadow:80", "evil:80-shadow", "shadow"])
+def test_a_client_cannot_pass_for_a_copy_and_a_copy_is_known_nonetheless(site: Site, host: str) -> None:
+    site.router.set_shares(0, 0, 100, generation(site))
+    site.router.set_mirror(1.0, "control", generation=generation(site))
+    client = Client(site.port)
+    assert client.ask(request_id="hidden", host=host, **{"x-attention-role": "shadow"}).role == "candidate"
+    client.close()
+    wait_until(lambda: len(site.control.requests) == 1)
+    assert [(seen.request_id, seen.shadow) for seen in site.candidate.requests] == [("hidden", False)]
+    assert [(seen.request_id, seen.shadow) for seen in site.control.requests] == [("hidden", True)]
 
 
 def test_a_mirror_fraction_copies_that_part(site: Site) -> None:
