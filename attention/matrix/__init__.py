@@ -161,7 +161,11 @@ def platform_of(device: str) -> str:
 
 
 #: Distributions that are not named like what they let import.
-_DISTRIBUTIONS = {"flash_attn.cute": "flash-attn-4", "flashinfer": "flashinfer-python"}
+_DISTRIBUTIONS = {
+    "flash_attn_2_cuda": "flash-attn",
+    "flash_attn.cute": "flash-attn-4",
+    "flashinfer": "flashinfer-python",
+}
 
 
 @cache

@@ -222,13 +222,6 @@ def test_an_unknown_backend_is_answered_with_the_nearest_names(name: str, near: 
     assert "\n" not in str(caught.value)
 
 
-def test_a_backend_that_this_build_cannot_call_says_so() -> None:
-    with pytest.raises(UserError, match="flash_attn:fa3: this version can declare it"):
-        create("flash_attn:fa3")
-    with pytest.raises(UserError, match="no kernel 'fast': known are flash"):
-        create("torch_sdpa:fast")
-
-
 def test_a_batch_whose_pages_cannot_hold_its_keys_is_refused() -> None:
     with pytest.raises(ValueError, match="member 1: 2 pages of 16 cannot hold 33 keys"):
         Batch((1, 1), (16, 33), ((0,), (1, 2)), 16)

@@ -138,7 +138,7 @@ def test_what_a_backend_declares_to_refuse_is_not_applicable_unless_it_is_tried(
     assert isinstance(found, NotApplicable)
     assert "no softcap" in found.why
     tried = run_check("softcap", create("torch_sdpa:math"), capped, try_declared=True)
-    assert [r.code for r in tried] == [Code.SOFTCAP_IGNORED]
+    assert [r.code for r in tried] == [Code.SOFTCAP_UNSUPPORTED]
 
 
 def test_an_unknown_check_is_answered_with_the_nearest_names() -> None:

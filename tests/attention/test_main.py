@@ -117,7 +117,7 @@ def test_two_fingerprints_are_compared(capsys: pytest.CaptureFixture[str], setup
     assert main(["fingerprint", "--diff", *map(str, files), "--json"]) == 0
     document = {one["field"]: one for one in json.loads(capsys.readouterr().out)}
     preferred = document["attention_backend_policy.preferred"]
-    assert (preferred["old"], preferred["new"]) == (["torch_sdpa:flash"], ["torch_sdpa:math"])
+    assert (preferred["old"], preferred["new"]) == (["torch_sdpa:flash"], ["math"])
     assert preferred["effects"][0]["source"] == "attention/policy.py resolve"
 
 

@@ -12,13 +12,18 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.backends.base import AttentionSpec, Batch, Planned, member_keys, positions_mask
-from attention.backends.torch_sdpa import KERNELS
 from attention.cases import AttentionCase
 from attention.reasons import Reason
 
+_KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 #: q [1, H, Q, D], k and v [1, G, L, D] of one member, its kv_len, the spec -> output [1, H, Q, D].
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, AttentionSpec], torch.Tensor]
 
@@ -63,7 +68,7 @@ def is_causal(kernel: str) -> Sdpa:
     """The flag alone, for a query that continues a cache."""
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_len: int, spec: AttentionSpec) -> torch.Tensor:
-        with sdpa_kernel([KERNELS[kernel]]):
+        with sdpa_kernel([_KERNELS[kernel]]):
             return _sdpa(q, k, v, spec, is_causal=spec.causal)
 
     return Sdpa(f"sdpa:{kernel} is_causal", call)
@@ -79,7 +84,7 @@ def masked(kernel: str, *, padded: bool = False, lowest: bool = False) -> Sdpa:
         mask = F.pad(seen_QL, (0, k.shape[2] - kv_len), value=False)
         if lowest:
             mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
-        with sdpa_kernel([KERNELS[kernel]]):
+        with sdpa_kernel([_KERNELS[kernel]]):
             return _sdpa(q, k, v, spec, attn_mask=mask)
 
     return Sdpa(f"sdpa:{kernel} mask", call, padded=padded)
