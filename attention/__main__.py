@@ -2,7 +2,8 @@
 
     python -m attention probe --model data/models/smollm2-135m-instruct --policy data/policies/cpu-flash.yaml
     python -m attention resolve data/policies/document.yaml --model data/models/smollm2-135m-instruct
-    python -m attention matrix
+    python -m attention probe --backends all --device cuda --cells attention/cells/hopper.yaml --out rows.parquet
+    python -m attention matrix [--drift rows.parquet [other.parquet]]
     python -m attention serve --help
 
 Exit: 0 done; 1 a probe failed; 2 bad input or set-up; 130 Ctrl-C.
@@ -65,7 +66,11 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         if job:
             sub.add_argument("--job", type=Path, help="job file (JSON, attention/job.py); replaces the other flags")
-            sub.add_argument("--out", type=Path, help="folder for result.json and recordings")
+            sub.add_argument(
+                "--out",
+                type=Path,
+                help="folder for result.json and recordings (probe: or a .json or .parquet file of rows)",
+            )
         if setup:
             sub.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder of a transformers causal LM")
             sub.add_argument("--policy", type=Path, default=DEFAULT_POLICY, help="attention policy (YAML)")
@@ -77,16 +82,38 @@ def _parser() -> argparse.ArgumentParser:
     fingerprint.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="two fingerprint files")
     matrix = verb("matrix", "the declared compatibility matrix", _matrix)
     matrix.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    matrix.add_argument(
+        "--drift",
+        nargs="+",
+        type=Path,
+        metavar="OBSERVED",
+        help="a file of `probe --out` against the rules that it met, or two files against each other",
+    )
     resolve = verbs.add_parser("resolve", help="the ordered chain of a policy, and why others are left out")
     resolve.add_argument("policy", type=Path)
     resolve.add_argument("--model", type=Path, default=DEFAULT_MODEL)
     resolve.add_argument("--device", default="cpu")
     resolve.add_argument("--json", action="store_true")
     resolve.set_defaults(run=_resolve)
-    verb("probe", "run the startup capability probes", _probe, job=True, setup=True)
+    probe = verb("probe", "run the capability probes", _probe, job=True, setup=True)
+    probe.add_argument("--backends", help="comma-separated backends or families, or `all`; default: the policy's")
+    probe.add_argument("--cells", type=Path, help="cases and checks (YAML or JSON) in place of the model's")
+    probe.add_argument("--jobs", type=int, help="workers at a time; default 2, on a GPU 4")
+    probe.add_argument("--timeout-s", type=float, default=120.0, help="seconds that one probe may take")
+    probe.add_argument("--budget-s", type=float, help="seconds for all of --cells; what is left is unknown")
+    probe.add_argument(
+        "--try-declared-failures", action="store_true", help="run also what declared rules refuse (for matrix --drift)"
+    )
     verb("replay", "record the numerical replay of one side: tensor, model and business layer", _replay, job=True)
     verb("compare", "compare two recordings of the model layer", _compare, job=True)
-    verb("bench", "a resident worker that times what stdin asks for", _bench, job=True)
+    bench = verb("bench", "a worker that times what stdin asks for; dispatch: host overhead", _bench, job=True)
+    bench.add_argument("what", nargs="?", choices=("dispatch",), help="dispatch: a planned run against the plain call")
+    bench.add_argument("--backend", action="append", help="dispatch: backend or family; may be repeated (torch_sdpa)")
+    bench.add_argument("--batch", action="append", help="dispatch: batch such as q1s64 (q1s64 and q16)")
+    bench.add_argument("--calls", type=int, help="dispatch: pairs of calls (20000 on a GPU, 2000 on the CPU)")
+    bench.add_argument("--device", default="cpu", help="dispatch: cpu or cuda")
+    bench.add_argument("--dtype", default="auto", help="dispatch: float32 on the CPU, else bfloat16")
+    bench.add_argument("--json", action="store_true", help="dispatch: one JSON document on stdout")
     serve.add_arguments(verb("serve", "serve a model behind the OpenAI API", serve.run))
     return parser
 
@@ -148,16 +175,17 @@ def _progress(what: str) -> Any:
 
 
 def _fingerprint(args: argparse.Namespace) -> int:
-    from attention.fingerprint import Fingerprint, changed_fields
-    from attention.startup import identify
+    from attention import effects
 
     if args.diff:
-        old, new = (_read_fingerprint(path) for path in args.diff)
-        lines = changed_fields(old.identity, new.identity)
-        print(json.dumps(lines, indent=1) if args.json else "\n".join(lines) or "no difference")
+        found_changes = effects.explain(*(_read_identity(path) for path in args.diff))
+        documents = [one.document() for one in found_changes]
+        print(json.dumps(documents, indent=1) if args.json else "\n".join(effects.lines(found_changes)))
         return 0
     job = _job(args, FingerprintJob) if args.job else FingerprintJob(setup=_setup(args))
-    found: Fingerprint = identify(job.setup)
+    from attention.startup import identify
+
+    found = identify(job.setup)
     if job.evidence:
         row = {
             "identity_json": found.identity.model_dump_json(),
@@ -175,36 +203,79 @@ def _fingerprint(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_fingerprint(path: Path) -> Any:
-    from pydantic import ValidationError
-
-    from attention.fingerprint import Fingerprint
-
+def _read_identity(path: Path) -> dict[str, Any]:
+    """Identity in a fingerprint file, as JSON: one of another version, with other fields, can be compared too."""
     try:
-        return Fingerprint.model_validate_json(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except OSError as error:
         raise UserError(f"fingerprint {path}: cannot be read ({error.strerror})") from error
-    except ValidationError as error:
-        raise UserError(
-            f"fingerprint {path}: not one written by `fingerprint --json` ({error.error_count()} problems)"
-        ) from error
+    except ValueError as error:
+        raise UserError(f"fingerprint {path}: not one written by `fingerprint --json` (not JSON)") from error
+    identity = document.get("identity") if isinstance(document, dict) else None
+    if not isinstance(identity, dict):
+        raise UserError(f"fingerprint {path}: not one written by `fingerprint --json` (it has no identity)")
+    return identity
 
 
 def _matrix(args: argparse.Namespace) -> int:
     from attention.backends import NAMES
-    from attention.matrix import declared
+    from attention.matrix import declared, known_bad
 
+    if args.drift:
+        return _drift(args.drift, args.json)
     sheets = declared()
     if args.json:
         cells = {b: {p: d.model_dump(mode="json") for p, d in sheets.get(b, {}).items()} for b in NAMES}
-        print(json.dumps(cells, indent=1))
+        bad = [entry.model_dump(mode="json") for entry in known_bad()]
+        print(json.dumps({**cells, "known_bad": bad}, indent=1))
         return 0
     for backend in NAMES:
         platforms = sheets.get(backend, {})
         print(f"{backend:24} {', '.join(sorted(platforms)) or 'unknown (no declared rules)'}")
-        for platform, sheet in sorted(platforms.items()):
-            for rule in sheet.rules:
-                print(f"    {platform:5} {rule.dimension:20} {rule.allowed_text():32} {rule.code}  [{rule.source}]")
+        rows: list[tuple[str, ...]] = [
+            (platform, rule.dimension, rule.allowed_text(), rule.code, rule.versions, rule.source)
+            for platform, sheet in sorted(platforms.items())
+            for rule in sheet.rules
+        ]
+        rows += [
+            (
+                platform,
+                "known_bad",
+                " and ".join(f"{name} {limits.allowed_text()}" for name, limits in entry.when.items()),
+                entry.code,
+                entry.versions,
+                entry.source,
+            )
+            for entry in known_bad()
+            if entry.backend == backend
+            for platform in entry.platforms
+        ]
+        for line in _aligned(rows):
+            print(f"    {line}")
+    return 0
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows as lines, every column as wide as its widest entry; an empty column is left out."""
+    kept = [column for column in zip(*rows, strict=True) if any(column)]
+    widths = [max(map(len, column)) for column in kept]
+    return [
+        "  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in zip(*kept, strict=True)
+    ]
+
+
+def _drift(files: list[Path], as_json: bool) -> int:
+    from attention.drift import against_rules, between, read_rows
+
+    if len(files) > 2:
+        raise UserError("--drift takes one observation, or two")
+    observed = [read_rows(path) for path in files]
+    found = against_rules(observed[0]) if len(files) == 1 else between(*observed)
+    if as_json:
+        print(json.dumps([one.model_dump(mode="json") for one in found], indent=1))
+    else:
+        print("\n".join(map(str, found)) or "no drift")
     return 0
 
 
@@ -219,7 +290,7 @@ def _resolve(args: argparse.Namespace) -> int:
     policy = load_policy(args.policy)
     dtype = resolve_dtype("auto", args.device)
     spec = specs_of(args.model, dtype)[0]
-    cases = {p.case.phase: p.case for p in probes_of(spec, dtype, 16) if p.required}
+    cases = {p.case.phase: p.case for p in probes_of(spec, dtype, 16) if p.required and not p.check}
     found = [
         resolve(policy, case, lambda name, c: declared_reasons(name, c, device=args.device)) for case in cases.values()
     ]
@@ -242,9 +313,21 @@ class ProbeSummary(BaseModel):
 
 def _probe(args: argparse.Namespace) -> int:
     from attention import startup
+    from attention.drift import write_rows
 
-    job: ProbeJob = _job(args, ProbeJob) if args.job else ProbeJob(setup=_setup(args))
-    results = startup.probe(job.setup, job.timeout_s)
+    if args.cells is not None:
+        return _probe_cells(args)
+    job: ProbeJob = (
+        _job(args, ProbeJob) if args.job else ProbeJob(setup=_setup(args), level="full", timeout_s=args.timeout_s)
+    )
+    results = startup.probe(
+        job.setup,
+        job.timeout_s,
+        level=job.level,
+        backends=_backends(args.backends) if args.backends else None,
+        jobs=args.jobs or _jobs(job.setup.device),
+        try_declared=args.try_declared_failures,
+    )
     dispatcher = startup.decide(job.setup, results)
     found = startup.identify(job.setup, dispatcher)
     summary = ProbeSummary(
@@ -264,18 +347,65 @@ def _probe(args: argparse.Namespace) -> int:
     )
     if job.evidence:
         _rows(job.evidence, "probes", [r.row() for r in results], found.id, found.identity.model_id)
-    if args.out:
+    if args.out and args.out.suffix:
+        write_rows(args.out, results)
+    elif args.out:
         write_result(args.out, summary)
-    elif args.json:
+    if args.json:
         print(summary.model_dump_json(indent=1))
-    else:
-        for result in results:
-            reasons = "; ".join(str(reason) for reason in result.reasons)
-            print(f"{result.backend:22} {result.probe:18} {result.level:10} {result.status:7} {reasons}")
+    elif not args.out:
+        _show(results)
         print(f"resolved: {', '.join(f'{phase}={name}' for phase, name in dispatcher.resolved.items())}")
     resolved = set(dispatcher.resolved.values())
     failed = any(r.status != "pass" for r in results if r.backend in resolved and r.required)
     return 1 if failed else 0
+
+
+def _probe_cells(args: argparse.Namespace) -> int:
+    """Probe a file of cells: rows, and no decision."""
+    from attention.cells import load_cells
+    from attention.drift import write_rows
+    from attention.probe import probe_all
+
+    if args.out is not None and args.out.suffix not in (".json", ".parquet"):
+        raise UserError(f"--out {args.out}: write probe rows to a .json or .parquet file")
+    _check_device(args.device)
+    results = probe_all(
+        _backends(args.backends or "all"),
+        load_cells(args.cells),
+        device=args.device,
+        timeout_s=args.timeout_s,
+        jobs=args.jobs or _jobs(args.device),
+        try_declared=args.try_declared_failures,
+        by_head_dim=True,
+        budget_s=args.budget_s,
+        progress=_progress("probes"),
+    )
+    if args.out:
+        write_rows(args.out, results)
+    if args.json:
+        print(json.dumps({"results": [r.model_dump(mode="json") for r in results]}, indent=1))
+    elif not args.out:
+        _show(results)
+    return 0
+
+
+def _backends(text: str) -> tuple[str, ...]:
+    from attention.backends import NAMES, expand
+
+    if text == "all":
+        return NAMES
+    return tuple(dict.fromkeys(name for part in text.split(",") for name in expand(part.strip())))
+
+
+def _jobs(device: str) -> int:
+    return 4 if device.startswith("cuda") else 2
+
+
+def _show(results: list[Any]) -> None:
+    for result in results:
+        reasons = "; ".join(str(reason) for reason in result.reasons)
+        print(f"{result.backend:22} {result.probe:18} {result.level:10} {result.status:9} {reasons}".rstrip())
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -335,10 +465,36 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if args.what == "dispatch":
+        return _bench_dispatch(args)
     from attention import bench
 
     bench.main(_job(args, BenchJob))
     return 0
+
+
+def _bench_dispatch(args: argparse.Namespace) -> int:
+    """Exit 1 when a captured graph has another number of nodes than the plain call's."""
+    from attention import bench_dispatch
+    from attention.backends import expand
+    from attention.matrix import declared_reasons
+    from attention.model_config import resolve_dtype
+
+    _check_device(args.device)
+    if args.calls is not None and args.calls < 1:
+        raise UserError(f"--calls {args.calls}: at least 1")
+    cases = bench_dispatch.cases(tuple(args.batch or ("q1s64", "q16")), resolve_dtype(args.dtype, args.device))
+    rows = []
+    for wish in args.backend or ("torch_sdpa",):
+        for name in expand(wish):
+            for case in cases:
+                # A family's kernels that cannot run here are passed over; one that was named must run.
+                if name != wish and (reasons := declared_reasons(name, case, device=args.device)):
+                    print(f"left out: {name} {case.case_id}: {reasons[0]}", file=sys.stderr)
+                    continue
+                rows.append(bench_dispatch.measure(name, case, device=args.device, calls=args.calls))
+    print(json.dumps(bench_dispatch.document(rows), indent=1) if args.json else "\n".join(bench_dispatch.table(rows)))
+    return 1 if any(row.nodes_equal is False for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,10 @@ Conventions, fixed here once:
   None on a side means unbounded. A Hugging Face window of W tokens is `(W - 1, 0)`: its W counts
   the current token (`window_of_hf`).
 - The softmax scale is 1 / sqrt(head_dim_qk) unless given.
+- The LSE is a natural logarithm.
+
+Other libraries count otherwise; what they mean is converted here and nowhere else (`window_of_*`,
+`causal_of_top_left`, `natural_lse`). The shapes that an engine launches for a model: `attention.engine_cases`.
 """
 
 from __future__ import annotations
@@ -14,18 +18,38 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from typing import Literal
+from collections import Counter
+from functools import lru_cache
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from attention.errors import UserError
+from attention.errors import UserError, nearest
 
 Phase = Literal["prefill", "decode", "extend"]
 DType = Literal["float32", "float16", "bfloat16"]
 Layout = Literal["contiguous", "ragged", "paged_nhd", "paged_hnd"]
 Execution = Literal["eager", "compile", "cuda_graph"]
 
-DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+Window = tuple[int | None, int | None]
+
+#: Bytes of one number; the names are torch's. `kv_dtype` may be any of them, `dtype` one of the first three.
+DTYPE_BYTES: dict[str, int] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+}
+
+#: Engines' names of a KV dtype (vLLM --kv-cache-dtype, SGLang --kv-cache-dtype) -> torch's. vLLM's plain
+#: `fp8` is e4m3 on CUDA.
+KV_DTYPE_ALIASES: dict[str, str] = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
 
 
 class Sequence(BaseModel):
@@ -37,9 +61,10 @@ class Sequence(BaseModel):
     kv_len: int = Field(ge=0)
 
 
-_TOKEN = re.compile(r"^(?:(?P<count>\d+))?q(?P<q>\d+)(?P<qk>k?)(?:s(?P<kv>\d+)(?P<kvk>k?))?$")
+_TOKEN = re.compile(r"^(?P<count>[1-9]\d*)?q(?P<q>\d+)(?P<qk>k?)(?:s(?P<kv>\d+)(?P<kvk>k?))?$")
 
 
+@lru_cache(maxsize=4096)
 def parse_batch(text: str) -> tuple[Sequence, ...]:
     """Members of a batch in the grammar of vLLM's attention benchmark: `[count]q<q>[k][s<kv>[k]]`, joined by `_`.
 
@@ -61,9 +86,72 @@ def parse_batch(text: str) -> tuple[Sequence, ...]:
     return tuple(members)
 
 
-def window_of_hf(sliding_window: int) -> tuple[int, int]:
+def window_of_hf(sliding_window: int) -> Window:
     """A Hugging Face window of W tokens, which counts the current one, as inclusive (left, right)."""
+    if sliding_window < 1:
+        raise UserError(f"sliding_window={sliding_window}: a Hugging Face window counts the current token, so >= 1")
     return sliding_window - 1, 0
+
+
+def window_of_vllm(sliding_window: int | None, *, encoder_only: bool = False) -> Window:
+    """vLLM's per-layer `sliding_window`: Hugging Face's W (None: no window); both ways in an encoder.
+
+    Source: FlashAttentionImpl.__init__, vllm/v1/attention/backends/flash_attn.py.
+    """
+    if sliding_window is None:
+        return None, None
+    left, _ = window_of_hf(sliding_window)
+    return left, left if encoder_only else 0
+
+
+def window_of_sglang(sliding_window_size: int | None) -> Window:
+    """SGLang's `sliding_window_size`, which leaves the current token out (W - 1); None or -1: no window.
+
+    Source: get_attention_sliding_window_size, sglang/srt/models/gemma3_causal.py ("SGLang assumes exclusive").
+    """
+    if sliding_window_size is None:
+        return None, None
+    left = _side(sliding_window_size, "sliding_window_size")
+    return left, None if left is None else 0
+
+
+def window_of_flash_attention(window_size: tuple[int, int]) -> Window:
+    """FlashAttention's `window_size=(left, right)`: inclusive and bottom-right as here; -1 means unlimited."""
+    left, right = (_side(value, "window_size") for value in window_size)
+    return left, right
+
+
+def window_of_flashinfer(window_left: int) -> Window:
+    """FlashInfer's `window_left`: inclusive, -1 means unlimited; the right side is the causal flag's alone."""
+    return _side(window_left, "window_left"), None
+
+
+def _side(value: int, name: str) -> int | None:
+    if value < -1:
+        raise UserError(f"{name}={value}: -1 means unlimited, other negative numbers mean nothing")
+    return None if value == -1 else value
+
+
+def causal_of_top_left(q_len: int, kv_len: int) -> tuple[bool, Window]:
+    """A causal mask that is aligned top-left (row i sees keys 0 .. i), as our `(causal, window)`.
+
+    So PyTorch's `is_causal` and cuDNN's default mask read. The same for a square problem; with more queries than
+    keys the diagonal lies `q_len - kv_len` to the right of ours. With fewer, row i of a decode over a cache
+    would see the oldest keys only: UserError, since nobody means that (pytorch#110144).
+    """
+    if q_len == kv_len:
+        return True, (None, None)
+    if q_len > kv_len:
+        return False, (None, q_len - kv_len)
+    raise UserError(
+        f"top-left causal mask with q_len={q_len} < kv_len={kv_len}: the last {kv_len - q_len} keys are seen by no "
+        f"query; cut the keys to {q_len} if that is meant, else use a bottom-right mask (CAUSAL_ALIGNMENT)"
+    )
+
+
+def natural_lse(lse_base2: Any) -> Any:
+    """A base-2 LSE, as FlashInfer's native kernels give it, as a natural logarithm; a number or a tensor."""
+    return lse_base2 * math.log(2)
 
 
 class AttentionCase(BaseModel):
@@ -78,9 +166,9 @@ class AttentionCase(BaseModel):
     head_dim_qk: int = Field(ge=1)
     head_dim_vo: int = Field(ge=1)
     dtype: DType
-    kv_dtype: str = "auto"  # auto: as dtype
+    kv_dtype: str = "auto"  # auto: as dtype; else a key of DTYPE_BYTES, or an engine's name of one
     causal: bool = True
-    window: tuple[int | None, int | None] = (None, None)
+    window: Window = (None, None)
     softcap: float | None = None
     alibi: bool = False
     custom_mask: bool = False
@@ -93,6 +181,21 @@ class AttentionCase(BaseModel):
     @classmethod
     def _parses(cls, value: str) -> str:
         parse_batch(value)
+        return value
+
+    @field_validator("kv_dtype")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        name = KV_DTYPE_ALIASES.get(value, value)
+        if name != "auto" and name not in DTYPE_BYTES:
+            raise UserError(f"kv_dtype {value!r}: {nearest(value, ['auto', *DTYPE_BYTES, *KV_DTYPE_ALIASES])}")
+        return name
+
+    @field_validator("window")
+    @classmethod
+    def _bounded(cls, value: Window) -> Window:
+        if any(side is not None and side < 0 for side in value):
+            raise ValueError(f"window={value}: None means unbounded; convert -1 with window_of_flash_attention")
         return value
 
     @model_validator(mode="after")
@@ -130,45 +233,81 @@ class AttentionCase(BaseModel):
         }
         return tuple(name for name, on in used.items() if on)
 
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one number in the KV cache."""
+        return DTYPE_BYTES[self.dtype if self.kv_dtype == "auto" else self.kv_dtype]
+
+    @property
+    def shares_latent(self) -> bool:
+        """Absorbed MLA decode: the value is the first head_dim_vo columns of the one key, read once."""
+        return self.heads_kv == 1 and self.head_dim_qk > self.head_dim_vo >= 256
+
     def num_pairs(self) -> int:
-        """Query-key pairs that the mask leaves, over the batch (one head)."""
-        return sum(self._pairs(m.q_len, m.kv_len) for m in self.members)
+        """Query-key pairs that causal and window leave, over the batch (one head); a custom mask leaves fewer."""
+        return sum(count * self._pairs(m.q_len, m.kv_len) for m, count in Counter(self.members).items())
 
     def _pairs(self, q_len: int, kv_len: int) -> int:
+        # Row d (its diagonal) sees keys max(0, d - left) .. min(kv_len - 1, d + right), for
+        # d = kv_len - q_len .. kv_len - 1: a difference of two sums of numbers clamped to 0 .. kv_len.
+        left, right = self._bounds()
+        first, last = kv_len - q_len, kv_len - 1
+        seen = q_len * kv_len if right is None else _clamped_sum(first + right + 1, last + right + 1, kv_len)
+        return seen - (0 if left is None else _clamped_sum(first - left, last - left, kv_len))
+
+    def _bounds(self) -> Window:
+        """Window with the causal bound in it; both sides are >= 0 or None."""
         left, right = self.window
-        if self.causal:
-            right = 0 if right is None else min(right, 0)
-        total = 0
-        for row in range(q_len):
-            diagonal = kv_len - q_len + row
-            low = 0 if left is None else max(0, diagonal - left)
-            high = kv_len - 1 if right is None else min(kv_len - 1, diagonal + right)
-            total += max(0, high - low + 1)
-        return total
+        return left, 0 if self.causal else right
 
     def flops(self) -> int:
         """2 * heads * pairs * (d_qk + d_vo): both matrix products, as FlashAttention counts them."""
         return 2 * self.heads_q * self.num_pairs() * (self.head_dim_qk + self.head_dim_vo)
 
     def num_bytes(self) -> int:
-        """Least traffic: q and output once, each sequence's K and V once."""
-        size = DTYPE_BYTES[self.dtype]
+        """Least traffic: q and output once, each key and value that some query sees once.
+
+        Quantised KV counts with its own width (fp8: 1); scales, page tables and the LSE are left out.
+        """
+        left, _ = self.window
         q_tokens = sum(m.q_len for m in self.members)
-        kv_tokens = sum(m.kv_len for m in self.members)
-        per_dim = self.head_dim_qk + self.head_dim_vo
-        return size * per_dim * (q_tokens * self.heads_q + kv_tokens * self.heads_kv)
+        kv_tokens = sum(_keys_seen(m.q_len, m.kv_len, left) for m in self.members)
+        per_key = self.head_dim_qk + (0 if self.shares_latent else self.head_dim_vo)
+        queries = q_tokens * self.heads_q * (self.head_dim_qk + self.head_dim_vo) * DTYPE_BYTES[self.dtype]
+        return queries + kv_tokens * self.heads_kv * per_key * self.kv_bytes
 
     def num_exps(self) -> int:
+        """One exponential a pair and head."""
         return self.heads_q * self.num_pairs()
 
     def limit_seconds(self, *, flops_per_s: float, bytes_per_s: float, exps_per_s: float = math.inf) -> float:
-        """Roofline: no kernel is faster than max(FLOPs / peak, bytes / bandwidth, exps / rate)."""
+        """Roofline: no kernel is faster than max(FLOPs / peak, bytes / bandwidth, exps / rate).
+
+        The ceilings are the caller's, measured or stated, in units a second; a custom mask may beat it.
+        """
         return max(self.flops() / flops_per_s, self.num_bytes() / bytes_per_s, self.num_exps() / exps_per_s)
 
     @property
     def shape_bucket(self) -> str:
         """`<phase>/kv<=<power of two>`: the bucket of the longest member's KV length."""
         return shape_bucket(self.phase, max((m.kv_len for m in self.members), default=0))
+
+
+def _clamped_sum(first: int, last: int, top: int) -> int:
+    """Sum of min(max(x, 0), top) for x = first .. last; 0 for an empty range."""
+
+    def below(x: int) -> int:
+        inside = min(max(x, 0), top)
+        return inside * (inside + 1) // 2 + max(0, x - top) * top
+
+    return below(last) - below(first - 1) if first <= last else 0
+
+
+def _keys_seen(q_len: int, kv_len: int, left: int | None) -> int:
+    """Keys that at least one query of a member sees: a window hides those before the first row's."""
+    if q_len == 0:
+        return 0
+    return kv_len if left is None else kv_len - max(0, kv_len - q_len - left)
 
 
 def shape_bucket(phase: str, kv_len: int) -> str:

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 
-def difference(old: Any, new: Any, path: str = "") -> list[str]:
-    """One line for every leaf that differs; a key that only one side has is `absent` on the other."""
+@dataclass(frozen=True)
+class Change:
+    """A leaf that differs: its dotted path and both values; None where only the other side has it."""
+
+    path: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.path}: {short(self.old)} -> {short(self.new)}"
+
+
+def changes(old: Any, new: Any, path: str = "") -> list[Change]:
+    """Every leaf that differs, sorted by path."""
     if isinstance(old, dict) and isinstance(new, dict):
-        lines: list[str] = []
+        found: list[Change] = []
         for key in sorted({*old, *new}):
-            lines += difference(old.get(key), new.get(key), f"{path}.{key}".lstrip("."))
-        return lines
-    return [] if old == new else [f"{path}: {_short(old)} -> {_short(new)}"]
+            found += changes(old.get(key), new.get(key), f"{path}.{key}".lstrip("."))
+        return found
+    return [] if old == new else [Change(path, old, new)]
 
 
-def _short(value: Any) -> str:
+def difference(old: Any, new: Any) -> list[str]:
+    """One line for every leaf that differs; a key that only one side has is `absent` on the other."""
+    return [str(change) for change in changes(old, new)]
+
+
+def short(value: Any) -> str:
+    """A value as a person reads it in a line."""
     return "absent" if value is None else value if isinstance(value, str) else json.dumps(value)

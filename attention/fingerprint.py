@@ -1,9 +1,10 @@
 """The configuration fingerprint: what decides which kernel runs, as an id that nodes can compare.
 
-*Identity* is hashed: model, GPU and software, installed distributions by the hash of their RECORD,
-policy, dtype, attention shape and features, execution, switches and relevant environment variables.
-*Attestation* is not: node, clock, resolved and confirmed backends, mapped libraries. The id is
-therefore the same before and after warm-up, in two processes, and on equal nodes.
+*Identity* is hashed: model, GPU and software, installed distributions by the hash of their RECORD, sources and
+compilers of just-in-time kernels, policy, dtype, attention shape and features, execution, engine limits, switches
+and relevant environment variables. *Attestation* is not: node, clock, resolved and confirmed backends, mapped
+libraries, JIT outputs, PyTorch's SDPA order (set at its first call). The id is therefore the same before and
+after warm-up, in two processes, and on equal nodes: which of several equal GPUs a process sees is not in it.
 
 Only named environment variables enter, so that no secret can.
 """
@@ -23,26 +24,49 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from attention import half_weights
+from attention import half_weights, jit
 from attention.difference import difference
 from attention.distributions import installed
+from attention.model_config import LayerKind, layer_kinds, model_revision
 from attention.policy import Policy
 
 #: Variables that change which kernel runs or how; values of others are never read.
 ENVIRONMENT = (
-    "CUDA_VISIBLE_DEVICES",
+    # CUDA, PyTorch and CPU libraries
     "CUBLAS_WORKSPACE_CONFIG",
-    "FLASHINFER_CUDA_ARCH_LIST",
-    "FLASHINFER_DISABLE_JIT",
-    "FLASH_ATTENTION_FORCE_BUILD",
     "MKL_NUM_THREADS",
     "NVIDIA_TF32_OVERRIDE",
     "OMP_NUM_THREADS",
     "ONEDNN_MAX_CPU_ISA",
     "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "TORCH_CUDNN_SDPA_DEPRIORITIZED",
+    # flags of just-in-time compilers
+    "CC",
+    "CXX",
+    "FLASHINFER_CUDA_ARCH_LIST",
+    "FLASHINFER_DISABLE_JIT",
+    "FLASHINFER_DISABLE_VERSION_CHECK",
+    "FLASHINFER_EXTRA_CFLAGS",
+    "FLASHINFER_EXTRA_CUDAFLAGS",
+    "FLASHINFER_TRACE_APPLY",
+    "FLASH_ATTENTION_FORCE_BUILD",
+    "NVCC_APPEND_FLAGS",
+    "NVCC_PREPEND_FLAGS",
+    "TORCH_CUDA_ARCH_LIST",
+    "TRITON_DEFAULT_FP_FUSION",
     "TRITON_INTERPRET",
+    "TRITON_PTXAS_PATH",
+    # engines
+    "SGLANG_TRITON_DECODE_ATTN_STATIC_KV_SPLITS",
+    "SGLANG_USE_AITER",
+    "TLLM_FMHA_LIBS",
     "VLLM_ATTENTION_BACKEND",
+    "VLLM_BATCH_INVARIANT",
+    "VLLM_FLASH_ATTN_VERSION",
+    "VLLM_KV_CACHE_LAYOUT",
+    "VLLM_ROCM_USE_AITER",
+    "VLLM_USE_TRTLLM_ATTENTION",
 )
 
 
@@ -54,12 +78,14 @@ class Identity(BaseModel):
     model_id: str
     model_revision: str
     gpu: str
+    gpu_memory_mib: int | None
     compute_capability: str | None
     platform: str  # cpu | cuda | rocm
     machine: str
     cpu_features: str
     driver: str | None
     cuda: str | None
+    rocm: str | None
     cudnn: str | None
     torch: str
     python: str
@@ -67,10 +93,12 @@ class Identity(BaseModel):
     attention_backend_policy: Policy
     dtype: str
     kv_cache_dtype: str
-    attention_type: str  # mha | mqa | gqa
+    attention_type: str  # mha | mqa | gqa | mla
+    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    head_dim_vo: int
     features: dict[str, bool]
     execution: dict[str, bool]
     kv_layout: str
@@ -80,7 +108,11 @@ class Identity(BaseModel):
     num_threads: int
     fault: str | None
     distributions: dict[str, str]  # name -> version and RECORD hash
+    jit_sources: dict[str, str]  # folder of sources -> hash
+    compilers: dict[str, str]  # of just-in-time kernels
     switches: dict[str, bool]
+    flash_attention_impl: str | None  # torch.nn.attention.activate_flash_attention_impl: FA3, FA4
+    matmul_precision: str
     environment: dict[str, str]
 
 
@@ -100,56 +132,69 @@ def fingerprint(
     *,
     dtype: str,
     device: str = "cpu",
+    kv_cache_dtype: str = "auto",
+    kv_layout: str = "paged_nhd",
     page_size: int = 16,
+    tensor_parallel: int = 1,
+    cuda_graph: bool = False,
+    torch_compile: bool = False,
     engine_limits: dict[str, int] | None = None,
     fault: str | None = None,
     attestation: dict[str, Any] | None = None,
 ) -> Fingerprint:
-    """Fingerprint of this process serving that model under that policy."""
-    from attention.model import DTYPES, specs_of
-    from attention.model_config import model_revision, read_config
+    """Fingerprint of this process serving that model under that policy.
 
-    config, spec = read_config(model_path), specs_of(model_path, dtype)
-    first = spec[0]
+    engine_limits: what bounds the shapes that can come (attention.limits, pages). attestation: further facts that
+    are recorded and not hashed.
+    """
+    layers = layer_kinds(model_path)
+    first = layers[0]
     identity = Identity(
         model_id=model_path.name,
         model_revision=model_revision(model_path),
         gpu=gpu_name(device),
+        gpu_memory_mib=_memory_mib(device),
         compute_capability=_capability(device),
         platform=_platform(device),
         machine=platform.machine(),
         cpu_features=str(torch.backends.cpu.get_cpu_capability()),
         driver=_driver() if device.startswith("cuda") else None,
         cuda=torch.version.cuda,
+        rocm=torch.version.hip,
         cudnn=str(torch.backends.cudnn.version()) if torch.backends.cudnn.is_available() else None,
         torch=torch.__version__,
         python=platform.python_version(),
         serving_engine=f"attention-release {_version('attention-release')}",
         attention_backend_policy=policy,
         dtype=dtype,
-        kv_cache_dtype="auto",
-        attention_type="mha" if first.heads_q == first.heads_kv else "mqa" if first.heads_kv == 1 else "gqa",
+        kv_cache_dtype=kv_cache_dtype,
+        attention_type=_attention_type(first),
+        num_layers=len(layers),
         num_heads=first.heads_q,
         num_kv_heads=first.heads_kv,
         head_dim=first.head_dim_qk,
+        head_dim_vo=first.head_dim_vo,
         features={
             "causal": True,
-            "sliding_window": any(s.window != (None, None) for s in spec),
-            "softcap": any(s.softcap is not None for s in spec),
-            "alibi": bool(config.get("alibi", False)),
+            "sliding_window": any(kind.window != (None, None) for kind in layers),
+            "softcap": any(kind.softcap is not None for kind in layers),
+            "alibi": any(kind.alibi for kind in layers),
+            "sinks": any(kind.sinks for kind in layers),
         },
         execution={
-            "cuda_graph": False,
-            "torch_compile": False,
-            "half_weights": half_weights.supported(device, DTYPES[dtype]),
+            "cuda_graph": cuda_graph,
+            "torch_compile": torch_compile,
+            "half_weights": half_weights.supported(device, getattr(torch, dtype)),
         },
-        kv_layout="paged_nhd",
+        kv_layout=kv_layout,
         page_size=page_size,
-        tensor_parallel=1,
+        tensor_parallel=tensor_parallel,
         engine_limits=engine_limits or {},
         num_threads=torch.get_num_threads(),
         fault=fault,
         distributions=installed(),
+        jit_sources=jit.sources(policy.backends()),
+        compilers=jit.compilers(policy.backends()),
         switches={
             "flash_sdp": torch.backends.cuda.flash_sdp_enabled(),
             "mem_efficient_sdp": torch.backends.cuda.mem_efficient_sdp_enabled(),
@@ -158,12 +203,24 @@ def fingerprint(
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "mkldnn": torch.backends.mkldnn.is_available(),
         },
+        flash_attention_impl=_flash_attention_impl(),
+        matmul_precision=torch.get_float32_matmul_precision(),
         environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     )
-    digest = hashlib.sha256(identity.model_dump_json().encode()).hexdigest()[:16]
-    return Fingerprint(
-        id=digest, identity=identity, attestation={"node": node(), "time": time.time(), **(attestation or {})}
-    )
+    facts = {
+        "node": node(),
+        "time": time.time(),
+        "libraries": mapped_libraries(),
+        "jit_outputs": jit.outputs(),
+        "sdpa_order": torch._C._get_sdp_priority_order(),
+        **(attestation or {}),
+    }
+    return Fingerprint(id=identity_hash(identity), identity=identity, attestation=facts)
+
+
+def identity_hash(identity: Identity) -> str:
+    """The id: 16 hex digits over every field of the identity."""
+    return hashlib.sha256(identity.model_dump_json().encode()).hexdigest()[:16]
 
 
 def node() -> str:
@@ -199,6 +256,28 @@ def _capability(device: str) -> str | None:
     if not device.startswith("cuda"):
         return None
     return ".".join(map(str, torch.cuda.get_device_capability(device)))
+
+
+def _memory_mib(device: str) -> int | None:
+    if not device.startswith("cuda"):
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory) >> 20
+
+
+def _attention_type(kind: LayerKind) -> str:
+    if kind.latent is not None:
+        return "mla"
+    if kind.heads_q == kind.heads_kv:
+        return "mha"
+    return "mqa" if kind.heads_kv == 1 else "gqa"
+
+
+def _flash_attention_impl() -> str | None:
+    """What replaces PyTorch's own flash kernel in this process; a function of PyTorch 2.11 and later."""
+    from torch.nn import attention
+
+    current = getattr(attention, "current_flash_attention_impl", None)
+    return current() if current else None
 
 
 def _driver() -> str | None:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from attention.cases import AttentionCase
 from attention.errors import UserError
+from attention.limits import Limits
 
 
 class _Strict(BaseModel):
@@ -31,6 +32,7 @@ class Setup(_Strict):
     # One thread a process: sides run side by side on the same cores, and OpenMP teams that
     # share cores wait for each other (measured on two cores: 10 times slower, not faster).
     num_threads: int = 1
+    limits: Limits = Limits()  # of the serving process; in every verb's fingerprint, so that their ids agree
     fault: str | None = None
 
 
@@ -54,6 +56,7 @@ class ProbeJob(_Strict):
     setup: Setup
     evidence: Evidence | None = None
     timeout_s: float = 120.0
+    level: Literal["startup", "full"] = "startup"
 
 
 class Prompt(_Strict):

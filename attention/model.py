@@ -25,11 +25,9 @@ import torch
 
 from attention import half_weights
 from attention.backends.base import AttentionSpec, Batch
-from attention.cases import window_of_hf
 from attention.dispatch import Dispatcher
-from attention.errors import UserError
 from attention.model_config import DTYPES as DTYPE_NAMES
-from attention.model_config import read_config, resolve_dtype
+from attention.model_config import layer_kinds, read_config, resolve_dtype
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
@@ -77,27 +75,18 @@ class PagePool:
 
 def specs_of(model_path: Path, dtype: str) -> list[AttentionSpec]:
     """One AttentionSpec a layer, read from config.json without loading weights."""
-    config = read_config(model_path)
-    try:
-        heads, layers, hidden = (int(config[k]) for k in ("num_attention_heads", "num_hidden_layers", "hidden_size"))
-    except KeyError as error:
-        raise UserError(f"model {model_path}: config.json has no {error}: only decoder-only causal LMs work") from error
-    head_dim = int(config.get("head_dim") or hidden // heads)
-    scalar = config.get("query_pre_attn_scalar")
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    kinds = config.get("layer_types") or (["sliding_attention" if window else "full_attention"] * layers)
     return [
         AttentionSpec(
-            heads_q=heads,
-            heads_kv=int(config.get("num_key_value_heads") or heads),
-            head_dim_qk=head_dim,
-            head_dim_vo=head_dim,
+            heads_q=kind.heads_q,
+            heads_kv=kind.heads_kv,
+            head_dim_qk=kind.head_dim_qk,
+            head_dim_vo=kind.head_dim_vo,
             dtype=DTYPES[dtype],
-            scale=float(scalar or head_dim) ** -0.5,
-            window=window_of_hf(int(window)) if window and kind == "sliding_attention" else (None, None),
-            softcap=config.get("attn_logit_softcapping"),
+            scale=kind.scale,
+            window=kind.window,
+            softcap=kind.softcap,
         )
-        for kind in kinds
+        for kind in layer_kinds(model_path)
     ]
 
 

@@ -1,35 +1,44 @@
-"""Startup capability probes: what a backend can really do here, before any traffic meets it.
+"""Capability probes: what a backend can really do here, before any traffic meets it.
 
     python -m attention probe --model PATH --policy PATH [--json]
+    python -m attention probe --backends a,b --device cuda --cells attention/cells/hopper.yaml --out FILE.parquet
 
 The document's nine probes, each on three levels kept apart: `static` (declared rules), `construct`
-(import, plan) and `execute` (launch, numbers against the oracle, confirmation). Every backend is
-probed in a worker process of its own: a crash, a hang or an illegal access becomes a row with a
-reason, and the next backend goes on. A failing probe says which dimension failed, never just
-"kernel error".
+(import, plan) and `execute` (launch, numbers against the oracle, confirmation). Start-up adds the cheap checks of
+`attention.checks` for the features that the model uses; level `full` adds all checks, and the features that the
+model does not use. Every backend is probed in a worker process of its own: a crash, a hang or an illegal access
+becomes a row with a reason, and a new worker goes on with the next probe. A failing probe says which dimension
+failed, never just "kernel error"; what was not tested is `unknown`, with the reason why.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import queue
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Literal
+from threading import Thread
+from typing import IO, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from attention import confirm
+from attention import confirm, sdpa_says
 from attention.backends import create
 from attention.backends.base import AttentionSpec
 from attention.cases import AttentionCase, Execution, Phase
+from attention.checks import CHECKS, Measured, NotApplicable, fails, run_check
+from attention.checks.common import judge, raised
 from attention.lifetime import die_with_parent
-from attention.matrix import declared_reasons
+from attention.matrix import declared_reasons, is_known_bad
 from attention.reasons import Code, Reason
 from attention.replay.figures import compare
 from attention.replay.problems import make
@@ -37,13 +46,17 @@ from attention.replay.problems import make
 Status = Literal["pass", "fail", "unknown", "known_bad"]
 Level = Literal["static", "construct", "execute"]
 
-# Sanity limits of a start-up probe, in units of the dtype class's own error. They catch what is
-# plainly wrong within seconds; the replay gate, with its calibrated limits, judges the rest.
-MAX_RATIO = {"bfloat16": 10.0, "float16": 10.0, "float32": 1000.0}
+ProbeSet = Literal["startup", "full"]
+
+# Exit status of a worker whose device is lost (an illegal access): it asks for a fresh one. EX_TEMPFAIL.
+_RESTART = 75
 
 
 class Probe(BaseModel):
-    """One probe: a case to run and the feature that it stands for."""
+    """One probe: a case to run, the feature that it stands for, and the check that judges it.
+
+    Without a check: one run of needles against the oracle, confirmed by the execution layer.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -51,6 +64,7 @@ class Probe(BaseModel):
     feature: str
     case: AttentionCase
     required: bool = True  # the serving process launches this; its failure excludes the backend
+    check: str | None = None  # a name of `attention.checks.CHECKS`
 
 
 class ProbeResult(BaseModel):
@@ -79,8 +93,19 @@ class ProbeResult(BaseModel):
         }
 
 
-def probes_of(spec: AttentionSpec, dtype: str, page_size: int) -> list[Probe]:
-    """The document's nine probes for one kind of layer of a model."""
+def probes_of(
+    spec: AttentionSpec,
+    dtype: str,
+    page_size: int,
+    *,
+    level: ProbeSet = "startup",
+    num_pages: int | None = None,
+) -> list[Probe]:
+    """Probes for one kind of layer of a model: the document's nine, then checks of `attention.checks`.
+
+    `startup` has the checks that cost milliseconds and that a wrong answer in service would come from: every
+    feature that the layer uses, the causal alignment, and the addresses of `num_pages` pages. `full` has them all.
+    """
 
     def case(phase: Phase, batch: str, execution: Execution = "eager", **changes: Any) -> AttentionCase:
         fields: dict[str, Any] = {
@@ -90,6 +115,9 @@ def probes_of(spec: AttentionSpec, dtype: str, page_size: int) -> list[Probe]:
             "head_dim_vo": spec.head_dim_vo,
             "window": spec.window,
             "softcap": spec.softcap,
+            "alibi": spec.alibi_slopes is not None,
+            "sinks": spec.sinks is not None,
+            "kv_dtype": "auto" if spec.kv_dtype is None else str(spec.kv_dtype).removeprefix("torch."),
         }
         return AttentionCase(
             phase=phase,
@@ -101,7 +129,8 @@ def probes_of(spec: AttentionSpec, dtype: str, page_size: int) -> list[Probe]:
         )
 
     feature = "sliding_window" if spec.window != (None, None) else "softcap" if spec.softcap else "causal"
-    return [
+    extend = case("extend", "q31s160")
+    nine = [
         Probe(name="short_prefill", feature="prefill", case=case("prefill", "q16")),
         Probe(name="long_prefill", feature="prefill", case=case("prefill", "q512")),
         Probe(name="single_decode", feature="decode", case=case("decode", "q1s257")),
@@ -113,7 +142,7 @@ def probes_of(spec: AttentionSpec, dtype: str, page_size: int) -> list[Probe]:
             required=False,
         ),
         Probe(name="gqa_mqa", feature="gqa", case=case("prefill", "q33", heads_kv=1), required=False),
-        Probe(name="model_mask", feature=feature, case=case("extend", "q31s160")),
+        Probe(name="model_mask", feature=feature, case=extend),
         Probe(name="paged_kv", feature="paged_kv", case=case("decode", f"q1s{page_size}_q1s{5 * page_size + 1}")),
         Probe(
             name="graph_or_compile",
@@ -122,26 +151,85 @@ def probes_of(spec: AttentionSpec, dtype: str, page_size: int) -> list[Probe]:
             required=False,
         ),
     ]
+    found = [*nine, *(Probe(name=n, feature=n, case=extend, check=n) for n in _feature_checks(extend))]
+    if num_pages is not None:
+        cache = case("decode", f"q1s{num_pages * page_size}")
+        found.append(Probe(name="index_range", feature="paged_kv", case=cache, check="index_range", required=False))
+    if level == "startup":
+        return found
+    decode = case("decode", "q1s65_q1s257_q1s16")
+    first = Probe(name="first_call", feature="first_call", case=extend, check="first_call", required=False)
+    asked = {(p.check, p.case) for p in found}
+    more = [
+        Probe(name=name, feature=one.phase, case=one, check=name, required=False)
+        for one in (extend, decode)
+        for name in CHECKS
+        if name in _OF_ANY_CASE and (name, one) not in asked
+    ]
+    graph = case("decode", "q1s65_q1s257", execution="cuda_graph")
+    more.append(Probe(name="graph_replay", feature="cuda_graph", case=graph, check="graph_replay", required=False))
+    features: dict[str, dict[str, Any]] = {
+        "softcap": {"softcap": 30.0},
+        "kv_scales": {"kv_dtype": "float8_e4m3fn"},
+        "window_edge": {"window": (63, 0)},
+        "sinks": {"sinks": True},
+        "alibi": {"alibi": True},
+    }
+    for name, changes in features.items():
+        one = case("extend", "q31s160", **changes)
+        if (name, extend) not in asked:
+            more.append(Probe(name=name, feature=name, case=one, check=name, required=False))
+    return [first, *found, *more]
 
 
-def run_probe(backend: str, probe: Probe, device: str, scale_factor: float = 1.0) -> Iterator[ProbeResult]:
-    """The levels of one probe, in order; a level that fails ends it."""
+#: Checks that a case of any features has something to say to.
+_OF_ANY_CASE = (
+    "numeric",
+    "needles",
+    "causal_alignment",
+    "lse",
+    "pad_poison",
+    "strides",
+    "expand",
+    "empty_members",
+    "call_order",
+    "repeatability",
+    "batch_invariance",
+    "equivalences",
+)
+
+
+def _feature_checks(case: AttentionCase) -> list[str]:
+    """Checks of the features that a case uses."""
+    used = {
+        "softcap": case.softcap is not None,
+        "kv_scales": case.kv_dtype not in ("auto", case.dtype),
+        "window_edge": case.window != (None, None),
+        "sinks": case.sinks,
+        "alibi": case.alibi,
+        "causal_alignment": case.causal,
+    }
+    return [name for name, on in used.items() if on]
+
+
+def run_probe(
+    backend: str, probe: Probe, device: str, scale_factor: float = 1.0, *, try_declared: bool = False
+) -> Iterator[ProbeResult]:
+    """The levels of one probe, in order; a level that fails ends it.
+
+    `try_declared` goes on although declared rules refuse the case: the row that follows says who is right.
+    """
 
     def result(level: Level, status: Status, **fields: Any) -> ProbeResult:
-        return ProbeResult(
-            backend=backend,
-            probe=probe.name,
-            level=level,
-            feature=probe.feature,
-            required=probe.required,
-            case=probe.case,
-            status=status,
-            **fields,
-        )
+        return _row(backend, probe, level, status, **fields)
 
     reasons = declared_reasons(backend, probe.case, device=device)
-    yield result("static", "fail" if reasons else "pass", reasons=tuple(reasons))
-    if reasons:
+    status: Status = "pass" if not reasons else "known_bad" if is_known_bad(reasons) else "fail"
+    yield result("static", status, reasons=_with_torchs_own(backend, probe.case, device, reasons))
+    if reasons and not try_declared:
+        return
+    if probe.check is not None:
+        yield _checked(backend, probe, device, try_declared)
         return
     started = time.perf_counter()
     problem = make(probe.case, "needle", 7, device=device)
@@ -149,73 +237,113 @@ def run_probe(backend: str, probe: Probe, device: str, scale_factor: float = 1.0
     try:
         planned = create(backend, device).plan(problem.batch, spec)
     except Exception as error:
-        yield result("construct", "fail", reasons=(_raised(Code.IMPORT_FAILED, "construct", error),))
+        yield result("construct", "fail", reasons=(raised("construct", error),))
         return
     yield result("construct", "pass", seconds=time.perf_counter() - started)
     started = time.perf_counter()
-    try:
-        with torch.inference_mode():
-            (out, lse), confirmed = confirm.watch(
-                lambda: planned.run(problem.q_THD, problem.k_NPGD, problem.v_NPGD), device=device
-            )
-    except Exception as error:
-        yield result("execute", "fail", reasons=(_raised(Code.LAUNCH_FAILED, "launch", error),))
-        return
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")  # sdpa_kernel gives its reasons as warnings, one a reason
+        try:
+            with torch.inference_mode():
+                (out, lse), confirmed = confirm.watch(
+                    lambda: planned.run(problem.q_THD, problem.k, problem.v), device=device
+                )
+        except Exception as error:
+            found = raised("launch", error)
+            told = "; ".join(dict.fromkeys(str(w.message).split(" (Triggered")[0] for w in said))
+            message = f"{found.message}{f'; warned: {told[:400]}' if told else ''}"
+            yield result("execute", "fail", reasons=(found.model_copy(update={"message": message}),))
+            return
     seconds = time.perf_counter() - started
-    figures = compare(out, lse, problem.truth, problem.spec.dtype)
-    found = list(_numeric(figures.finite_mask_equal, figures.r_rms, probe.case.dtype))
-    if confirmed != backend:
-        found.append(
-            Reason(
-                code=Code.UNCONFIRMED,
-                dimension="executed operator",
-                observed=confirmed,
-                allowed=backend,
-                source="profiler",
-                message=f"asked for {backend}, the execution layer ran {confirmed}",
-            )
-        )
+    found_all = judge(
+        out, problem, probe.case, "error against the fp64 oracle, in units of the dtype class's own error"
+    )
+    max_abs = compare(out, lse, problem.truth, problem.spec.dtype).max_abs if out.numel() else 0.0
+    found_all += _unconfirmed(backend, confirmed)
     yield result(
         "execute",
-        "fail" if found else "pass",
-        reasons=tuple(found),
+        "fail" if found_all else "pass",
+        reasons=tuple(found_all),
         confirmed_backend=confirmed,
-        max_abs_error=figures.max_abs if math.isfinite(figures.max_abs) else None,
+        max_abs_error=max_abs if math.isfinite(max_abs) else None,
         seconds=seconds,
     )
 
 
-def _numeric(finite_equal: bool, r_rms: float, dtype: str) -> Iterator[Reason]:
-    limit = MAX_RATIO[dtype]
-    if not finite_equal:
-        yield Reason(
-            code=Code.PAD_POISON,
-            dimension="finite mask",
-            observed="NaN or Inf where the oracle is finite",
-            allowed="finite",
-            source="probe",
-            message="non-finite output: unused slots hold NaN, so they leak or the kernel overflows",
-        )
-    elif not r_rms <= limit:
-        yield Reason(
-            code=Code.NUMERIC_DRIFT,
-            dimension="R_rms",
-            observed=f"{r_rms:.3g}",
-            allowed=f"<= {limit:g}",
-            source="probe",
-            message="error against the fp64 oracle, in units of the dtype class's own error",
-        )
-
-
-def _raised(code: Code, dimension: str, error: Exception) -> Reason:
-    return Reason(
-        code=code,
-        dimension=dimension,
-        observed=type(error).__name__,
-        allowed="no exception",
-        source="probe",
-        message=" ".join(str(error).split())[:400] or type(error).__name__,
+def _row(backend: str, probe: Probe, level: Level, status: Status, **fields: Any) -> ProbeResult:
+    return ProbeResult(
+        backend=backend,
+        probe=probe.name,
+        level=level,
+        feature=probe.feature,
+        required=probe.required,
+        case=probe.case,
+        status=status,
+        **fields,
     )
+
+
+def _checked(backend: str, probe: Probe, device: str, try_declared: bool) -> ProbeResult:
+    """The execute row of a probe with a check; what did not apply is unknown, with why."""
+    name = probe.check or ""
+    started = time.perf_counter()
+    try:
+        made = create(backend, device)
+    except Exception as error:
+        return _row(backend, probe, "construct", "fail", reasons=(raised("construct", error),))
+
+    def check() -> list[Reason]:
+        return run_check(name, made, probe.case, device, try_declared=try_declared)
+
+    # What the serving process launches must be confirmed; the rest is not worth the profiler's time.
+    found, confirmed = confirm.watch(check, device=device) if probe.required else (check(), None)
+    seconds = time.perf_counter() - started
+    if isinstance(found, NotApplicable):
+        why = Reason(
+            code=Code.NOT_PROBED,
+            dimension=name,
+            observed="not applicable",
+            allowed="a case that it applies to",
+            source="probe",
+            message=found.why,
+        )
+        return _row(backend, probe, "execute", "unknown", reasons=(why,), seconds=seconds)
+    if isinstance(found, Measured):
+        seconds = found.seconds
+    reasons = [*found, *(_unconfirmed(backend, confirmed) if confirmed is not None else [])]
+    return _row(
+        backend,
+        probe,
+        "execute",
+        "fail" if fails(reasons) else "pass",
+        reasons=tuple(reasons),
+        confirmed_backend=confirmed,
+        seconds=seconds,
+    )
+
+
+def _unconfirmed(backend: str, confirmed: str) -> list[Reason]:
+    if confirmed == backend:
+        return []
+    return [
+        Reason(
+            code=Code.UNCONFIRMED,
+            dimension="executed operator",
+            observed=confirmed,
+            allowed=backend,
+            source="profiler",
+            message=f"asked for {backend}, the execution layer ran {confirmed}",
+        )
+    ]
+
+
+def _with_torchs_own(backend: str, case: AttentionCase, device: str, reasons: list[Reason]) -> tuple[Reason, ...]:
+    """Declared reasons, the first with what PyTorch itself says to the case where it can be asked."""
+    said = sdpa_says.refusal(backend, case, device) if reasons else None
+    if said is None:
+        return tuple(reasons)
+    first = reasons[0].model_copy(update={"message": f"{reasons[0].message}; PyTorch itself says: {said}"})
+    return (first, *reasons[1:])
 
 
 class WorkerTask(BaseModel):
@@ -225,6 +353,7 @@ class WorkerTask(BaseModel):
     device: str
     scale_factor: float
     probes: tuple[Probe, ...]
+    try_declared: bool = False
 
 
 def probe_all(
@@ -234,78 +363,163 @@ def probe_all(
     device: str,
     scale_factor: float = 1.0,
     timeout_s: float = 120.0,
+    jobs: int = 2,
+    try_declared: bool = False,
+    by_head_dim: bool = False,
+    budget_s: float | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[ProbeResult]:
-    """All probes of all backends, each backend in a worker process; rows for whatever a worker lost.
+    """All probes of all backends, each backend in worker processes; rows for whatever a worker lost.
 
-    A backend that no declared rule allows here gets its static rows without a process.
+    A backend that no declared rule allows here gets its static rows without a process. A probe that gives no row
+    for `timeout_s` is lost. `jobs` workers run at a time: a worker's cost is mostly its import, and the machine may
+    serve others. `by_head_dim` gives each head dim of a backend its own worker, so that kernels compile side by
+    side. What is left after `budget_s` is `unknown`.
     """
+    deadline = None if budget_s is None else time.monotonic() + budget_s
+    units = [(backend, group) for backend in backends for group in _groups(probes, by_head_dim)]
+    finished = 0
 
-    def one(backend: str) -> list[ProbeResult]:
-        if all(declared_reasons(backend, p.case, device=device) for p in probes):
-            return [next(run_probe(backend, probe, device)) for probe in probes]
-        task = WorkerTask(backend=backend, device=device, scale_factor=scale_factor, probes=tuple(probes))
-        return _in_worker(task, timeout_s)
+    def one(unit: tuple[str, list[Probe]]) -> list[ProbeResult]:
+        nonlocal finished
+        backend, group = unit
+        if not try_declared and all(declared_reasons(backend, p.case, device=device) for p in group):
+            found = [next(run_probe(backend, probe, device)) for probe in group]
+        else:
+            task = WorkerTask(
+                backend=backend,
+                device=device,
+                scale_factor=scale_factor,
+                probes=tuple(group),
+                try_declared=try_declared,
+            )
+            found = _in_worker(task, timeout_s, deadline)
+        finished += 1
+        progress(finished, len(units))
+        return found
 
-    # Two at a time: a worker's cost is mostly its import, and the machine may serve others.
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        return [result for results in pool.map(one, backends) for result in results]
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        return [result for results in pool.map(one, units) for result in results]
 
 
-def _in_worker(task: WorkerTask, timeout_s: float) -> list[ProbeResult]:
+def _groups(probes: list[Probe], by_head_dim: bool) -> list[list[Probe]]:
+    if not by_head_dim:
+        return [probes]
+    groups: dict[int, list[Probe]] = {}
+    for probe in probes:
+        groups.setdefault(probe.case.head_dim_qk, []).append(probe)
+    return list(groups.values())
+
+
+def _in_worker(task: WorkerTask, timeout_s: float, deadline: float | None = None) -> list[ProbeResult]:
     """Run a task in fresh workers until every probe has an outcome; a probe that kills one is a row."""
     results: list[ProbeResult] = []
     left = list(task.probes)
     while left:
-        done, why = _worker_run(task.model_copy(update={"probes": tuple(left)}), timeout_s)
+        if deadline is not None and time.monotonic() >= deadline:
+            return results + [_unprobed(task.backend, probe) for probe in left]
+        done, why = _worker_run(task.model_copy(update={"probes": tuple(left)}), timeout_s, deadline)
         results += done
-        # A model with two kinds of layers has each probe twice: the case tells them apart.
-        finished = {(r.probe, r.case) for r in done if r.level == "execute" or r.status == "fail"}
-        lost = [p for p in left if (p.name, p.case) not in finished]
-        if why is not None and lost:
-            results.append(_lost(task.backend, lost[0], why))
-            lost = lost[1:]
+        # A probe is told apart by its case too: a model with two kinds of layers has each twice.
+        ended = {(r.probe, r.case) for r in done if _ends(r, task.try_declared)}
+        lost = [p for p in left if (p.name, p.case) not in ended]
+        if why == _FRESH:
+            if len(lost) == len(left):
+                raise RuntimeError(f"probe worker of {task.backend} asked for a fresh one before any probe")
+        elif why is not None and lost:
+            # At the end of the budget silence is not the probe's fault.
+            if why[0] != Code.TIMEOUT or deadline is None or time.monotonic() < deadline:
+                results.append(_lost(task.backend, lost[0], why))
+                lost = lost[1:]
         elif lost:
             raise RuntimeError(f"probe worker of {task.backend} ended well without {lost[0].name}")
         left = lost
     return results
 
 
-def _worker_run(task: WorkerTask, timeout_s: float) -> tuple[list[ProbeResult], tuple[Code, str] | None]:
-    command = [sys.executable, "-m", "attention.probe"]
-    try:
-        done = subprocess.run(
-            command,
-            input=task.model_dump_json(),
-            capture_output=True,
+def _ends(result: ProbeResult, try_declared: bool) -> bool:
+    """Whether nothing follows this row."""
+    if result.level == "static":
+        return result.status != "pass" and not try_declared
+    return result.level == "execute" or result.status == "fail"
+
+
+_FRESH = (Code.LAUNCH_FAILED, "the device is lost; a fresh worker goes on")
+
+
+def _worker_run(
+    task: WorkerTask, timeout_s: float, deadline: float | None
+) -> tuple[list[ProbeResult], tuple[Code, str] | None]:
+    """Rows of one worker, and why it ended early: _FRESH when it asks for a successor, None when it did not."""
+    results: list[ProbeResult] = []
+    lines: queue.Queue[str | None] = queue.Queue()
+    with tempfile.TemporaryFile("w+") as errors:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "attention.probe"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
             text=True,
-            timeout=timeout_s,
-            check=False,
         )
-        output, why = done.stdout, None
-        if done.returncode:
-            tail = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
+        with worker:
+            Thread(target=_read, args=(worker.stdout, lines), daemon=True).start()
+            _tell(worker.stdin, task.model_dump_json())
+            why = None
+            while True:
+                wait_s = timeout_s if deadline is None else max(0.1, min(timeout_s, deadline - time.monotonic()))
+                try:
+                    line = lines.get(timeout=wait_s)
+                except queue.Empty:
+                    worker.kill()
+                    why = (Code.TIMEOUT, f"no answer within {timeout_s:g} s")
+                    break
+                if line is None:
+                    break
+                if line.startswith("{") and line.rstrip().endswith("}"):
+                    results.append(ProbeResult.model_validate_json(line))
+        if why is None and worker.returncode:
+            if worker.returncode == _RESTART:
+                return results, _FRESH
+            errors.seek(0)
+            tail = (errors.read().strip().splitlines() or ["no message"])[-1]
+            code = worker.returncode
+            how = f"signal {-code}" if code < 0 else f"exit {code}"
             why = (Code.LAUNCH_FAILED, f"the probe worker died ({how}): {tail}")
-    except subprocess.TimeoutExpired as error:
-        raw = error.stdout or b""
-        output = raw.decode() if isinstance(raw, bytes) else raw
-        why = (Code.TIMEOUT, f"no answer within {timeout_s:g} s")
-    lines = [line for line in output.splitlines() if line.startswith("{") and line.endswith("}")]
-    return [ProbeResult.model_validate_json(line) for line in lines], why
+    return results, why
+
+
+def _read(stream: IO[str] | None, lines: queue.Queue[str | None]) -> None:
+    for line in stream or ():
+        lines.put(line)
+    lines.put(None)
+
+
+def _tell(stream: IO[str] | None, text: str) -> None:
+    """Write and close; a worker that died already is told by its exit status."""
+    if stream is None:
+        return
+    try:
+        stream.write(text)
+        stream.close()
+    except BrokenPipeError:
+        pass
 
 
 def _lost(backend: str, probe: Probe, why: tuple[Code, str]) -> ProbeResult:
     reason = Reason(code=why[0], dimension="process", observed="died", allowed="alive", source="probe", message=why[1])
-    return ProbeResult(
-        backend=backend,
-        probe=probe.name,
-        level="execute",
-        feature=probe.feature,
-        required=probe.required,
-        case=probe.case,
-        status="fail",
-        reasons=(reason,),
+    return _row(backend, probe, "execute", "fail", reasons=(reason,))
+
+
+def _unprobed(backend: str, probe: Probe) -> ProbeResult:
+    reason = Reason(
+        code=Code.NOT_PROBED,
+        dimension="time",
+        observed="budget spent",
+        allowed="a run",
+        source="probe",
+        message="the time that the probes were given ended before this one",
     )
+    return _row(backend, probe, "execute", "unknown", reasons=(reason,))
 
 
 def failed_reasons(results: list[ProbeResult]) -> dict[str, list[Reason]]:
@@ -322,8 +536,22 @@ def _worker() -> None:
     torch.set_num_threads(1)
     task = WorkerTask.model_validate_json(sys.stdin.read())
     for probe in task.probes:
-        for result in run_probe(task.backend, probe, task.device, task.scale_factor):
+        for result in run_probe(task.backend, probe, task.device, task.scale_factor, try_declared=task.try_declared):
             print(result.model_dump_json(), flush=True)
+        if _device_is_lost(task.device):
+            # Nothing runs on it any more in this process; atexit handlers would hang or crash on it.
+            os._exit(_RESTART)
+
+
+def _device_is_lost(device: str) -> bool:
+    """Whether an illegal access has ended this process's CUDA context."""
+    if not device.startswith("cuda"):
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except Exception:
+        return True
+    return False
 
 
 if __name__ == "__main__":

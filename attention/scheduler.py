@@ -27,6 +27,7 @@ from attention.cases import Phase, phase_of
 from attention.dispatch import PhaseRun, StepRecord
 from attention.errors import UserError
 from attention.faults import SLOW_DECODE, slow_decode_pause_s
+from attention.limits import Limits
 from attention.model import Chunk, Runner
 from attention.sampling import Sampler, SamplingParams, sample
 
@@ -35,25 +36,6 @@ FinishReason = Literal["stop", "length", "error", "cancelled"]
 
 class QueueFullError(Exception):
     """The waiting queue is full: the caller should try again later (HTTP 429)."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one instance takes on, in requests and tokens. The defaults are a CPU's, where a step of 256
-    tokens already holds up every decode for a fraction of a second."""
-
-    max_running: int = 32
-    max_step_tokens: int = 256
-    prefill_chunk: int = 128
-    max_queue: int = 128
-    max_output_tokens: int = 2048
-
-    def __post_init__(self) -> None:
-        if self.max_step_tokens < self.max_running + self.prefill_chunk:
-            raise ValueError(
-                f"max_step_tokens={self.max_step_tokens} must hold max_running={self.max_running} decodes "
-                f"and one prefill_chunk={self.prefill_chunk}, or prompts would starve behind decodes"
-            )
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from attention.dispatch import Dispatcher, FallbackEvent
@@ -20,7 +20,7 @@ from attention.job import Setup
 from attention.model import specs_of
 from attention.model_config import resolve_dtype
 from attention.policy import Policy, load_policy
-from attention.probe import ProbeResult, failed_reasons, probe_all, probes_of
+from attention.probe import ProbeResult, ProbeSet, failed_reasons, probe_all, probes_of
 
 if TYPE_CHECKING:
     from attention.model import Runner
@@ -45,13 +45,30 @@ def scale_factor(fault: str | None) -> float:
     return WRONG_SCALE_FACTOR if check_fault(fault) == WRONG_SCALE else 1.0
 
 
-def probe(setup: Setup, timeout_s: float = 120.0) -> list[ProbeResult]:
-    """Probe every backend that the policy names, for every kind of layer of the model."""
+def probe(
+    setup: Setup,
+    timeout_s: float = 120.0,
+    *,
+    level: ProbeSet = "startup",
+    backends: tuple[str, ...] | None = None,
+    jobs: int = 2,
+    try_declared: bool = False,
+) -> list[ProbeResult]:
+    """Probe every backend that the policy names (or those given), for every kind of layer of the model."""
     policy, dtype = load_policy(setup.policy), resolve_dtype(setup.dtype, setup.device)
     kinds = list(dict.fromkeys(specs_of(setup.model, dtype)))
-    probes = [p for spec in kinds for p in probes_of(spec, dtype, setup.page_size)]
+    probes = [
+        p for spec in kinds for p in probes_of(spec, dtype, setup.page_size, level=level, num_pages=setup.num_pages)
+    ]
     # A drill's fault sits in the dispatcher, above the kernels: the gate that it is for must find it, not a probe.
-    return probe_all(policy.backends(), probes, device=setup.device, timeout_s=timeout_s)
+    return probe_all(
+        backends or policy.backends(),
+        probes,
+        device=setup.device,
+        timeout_s=timeout_s,
+        jobs=jobs,
+        try_declared=try_declared,
+    )
 
 
 def decide(
@@ -88,7 +105,7 @@ def identify(setup: Setup, dispatcher: Dispatcher | None = None) -> Fingerprint:
         dtype=resolve_dtype(setup.dtype, setup.device),
         device=setup.device,
         page_size=setup.page_size,
-        engine_limits={"num_pages": setup.num_pages},
+        engine_limits={"num_pages": setup.num_pages, **asdict(setup.limits)},
         fault=setup.fault,
         attestation=attestation,
     )

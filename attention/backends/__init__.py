@@ -30,9 +30,6 @@ ALIASES: dict[str, str] = {
     "math": "torch_sdpa:math",
 }
 
-#: Families of which this release can call a kernel; the others have matrix cells, all of them a reason.
-CALLABLE_FAMILIES = ("torch_sdpa",)
-
 
 def expand(name: str) -> tuple[str, ...]:
     """Kernels of a backend or family name, in the family's own order. UserError for an unknown name."""
@@ -51,4 +48,20 @@ def create(name: str, device: str = "cpu") -> Backend:
         from attention.backends.torch_sdpa import TorchSdpa
 
         return TorchSdpa(kernel, device)
-    raise UserError(f"{name}: this version can declare it (matrix) but not call it; use torch_sdpa:*")
+    if family == "flashinfer":
+        from attention.backends.flashinfer import FlashInfer
+
+        return FlashInfer(kernel, device)
+    if family == "flash_attn":
+        from attention.backends.flash_attn import FlashAttention
+
+        return FlashAttention(kernel, device)
+    if family == "flex_attention":
+        from attention.backends.flex import FlexAttention
+
+        return FlexAttention(kernel, device)
+    if family == "triton":
+        from attention.backends.triton_paged import TritonPaged
+
+        return TritonPaged(device)
+    raise UserError(f"{name}: unknown backend")

@@ -1,7 +1,17 @@
 """The small interface of a backend: say what is possible, plan a batch once, run it per layer.
 
 Shape legend: T query tokens of all members together, H query heads, G KV heads, D head dim,
-N pages, P tokens a page.
+N pages, P tokens a page, S key tokens of all members together, B members, L keys of the longest member.
+
+K and V come in the layout that the batch names:
+
+    paged_nhd    [N, P, G, D]   member i's keys are the first kv_lens[i] slots of its pages
+    paged_hnd    [N, G, P, D]
+    ragged       [S, G, D]      members one after the other
+    contiguous   [B, L, G, D]   member i's keys are the first kv_lens[i] rows of its own block
+
+With quantised KV (`AttentionSpec.kv_dtype`) a key is the stored number times `k_scale`, a value the stored
+number times `v_scale`.
 """
 
 from __future__ import annotations
@@ -11,30 +21,45 @@ from typing import Protocol
 
 import torch
 
-from attention.cases import AttentionCase
+from attention.cases import AttentionCase, Layout
+from attention.errors import UserError
 from attention.reasons import Reason
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step attends over: packed queries on a paged NHD cache.
+    """What one step attends over: packed queries, and keys in one of the layouts.
 
-    `q_lens[i]` query tokens of member i are rows `sum(q_lens[:i]) ..` of `q_THD`; its keys are the
-    first `kv_lens[i]` slots of the pages `block_tables[i]`, the query's own tokens included (the
-    caller writes K and V into the cache before it runs attention).
+    `q_lens[i]` query tokens of member i are rows `sum(q_lens[:i]) ..` of `q_THD`; its `kv_lens[i]` keys
+    include the query's own tokens (the caller writes K and V into the cache before it runs attention).
+    A length may be 0, and a query may be longer than its keys: rows that see no key give 0 and LSE -inf.
+    `block_tables` and `page_size` belong to the paged layouts. `masks[i]`, boolean [q_len, kv_len], True
+    where a query may look, narrows what causal and window leave (the feature `custom_mask`).
     """
 
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
-    block_tables: tuple[tuple[int, ...], ...]
-    page_size: int
+    block_tables: tuple[tuple[int, ...], ...] = ()
+    page_size: int | None = None
+    layout: Layout = "paged_nhd"
+    masks: tuple[torch.Tensor, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not len(self.q_lens) == len(self.kv_lens) == len(self.block_tables):
-            raise ValueError("q_lens, kv_lens and block_tables must have one entry a member")
+        if len(self.q_lens) != len(self.kv_lens):
+            raise ValueError("q_lens and kv_lens must have one entry a member")
+        if not self.paged:
+            if self.block_tables or self.page_size is not None:
+                raise ValueError(f"layout {self.layout} has no pages")
+            return
+        if self.page_size is None or len(self.block_tables) != len(self.kv_lens):
+            raise ValueError(f"layout {self.layout} needs a page size and a block table a member")
         for i, (kv_len, table) in enumerate(zip(self.kv_lens, self.block_tables, strict=True)):
             if len(table) * self.page_size < kv_len:
                 raise ValueError(f"member {i}: {len(table)} pages of {self.page_size} cannot hold {kv_len} keys")
+
+    @property
+    def paged(self) -> bool:
+        return self.layout.startswith("paged")
 
 
 @dataclass(frozen=True)
@@ -50,11 +75,20 @@ class AttentionSpec:
     causal: bool = True
     window: tuple[int | None, int | None] = (None, None)
     softcap: float | None = None
+    kv_dtype: torch.dtype | None = None  # None: as dtype; else a float8, with the scales below
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    alibi_slopes: tuple[float, ...] | None = None  # one a query head; bias -slope * |diagonal - key|
+    sinks: tuple[float, ...] | None = None  # one logit a query head, in the softmax's sum and in the LSE
 
 
 @dataclass
 class Planned:
-    """A planned batch. `run` may be called once per layer; `forced_copies` names what the layout cost."""
+    """A planned batch. `run` may be called once per layer; `forced_copies` names what the layout cost.
+
+    Planned with `graph=True`, `run` may be captured in a CUDA graph: everything that depends on lengths and
+    pages lies in buffers of fixed address, which `replan` fills anew.
+    """
 
     backend: str
     batch: Batch
@@ -67,6 +101,22 @@ class Planned:
         """Output [T, H, D_vo] in q's dtype, and the natural-log LSE [T, H] in float32 (None where the
         backend does not give it)."""
         raise NotImplementedError("a backend's own Planned implements run")
+
+    def replan(self, batch: Batch) -> None:
+        """Make the captured graph serve another batch: as many members, the same q_lens, no longer kv_lens.
+
+        Raises ValueError for a batch that does not fit, and UserError where a backend cannot do it.
+        """
+        raise UserError(f"{self.backend}: was not planned for a CUDA graph")
+
+    def _check_fits(self, batch: Batch) -> None:
+        same = (batch.q_lens, batch.layout, batch.page_size) == (
+            self.batch.q_lens,
+            self.batch.layout,
+            self.batch.page_size,
+        )
+        if not same or any(new > old for new, old in zip(batch.kv_lens, self.batch.kv_lens, strict=True)):
+            raise ValueError("a captured batch keeps members, q_lens and layout, and its kv_lens only shrink")
 
 
 class Backend(Protocol):
@@ -81,12 +131,17 @@ class Backend(Protocol):
         """
         ...
 
-    def plan(self, batch: Batch, spec: AttentionSpec) -> Planned:
-        """Schedule one batch that `check` allows: page tables, masks, workspace."""
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
+        """Schedule one batch that `check` allows: page tables, masks, workspace.
+
+        With `graph`, sizes and buffers are those of the longest batch that `replan` will see: this one.
+        Without `lse`, `run` gives None for it and makes the library's own call and nothing else; with it, a
+        backend may need a small kernel more (another base, another layout).
+        """
         ...
 
 
-def case_of(batch: Batch, spec: AttentionSpec) -> AttentionCase:
+def case_of(batch: Batch, spec: AttentionSpec, *, graph: bool = False) -> AttentionCase:
     """The case that one step of a model is: its phase is that of its longest query."""
     from attention.cases import phase_of
 
@@ -103,7 +158,13 @@ def case_of(batch: Batch, spec: AttentionSpec) -> AttentionCase:
         causal=spec.causal,
         window=spec.window,
         softcap=spec.softcap,
+        kv_dtype="auto" if spec.kv_dtype is None else str(spec.kv_dtype).removeprefix("torch."),
+        alibi=spec.alibi_slopes is not None,
+        sinks=spec.sinks is not None,
+        custom_mask=batch.masks is not None,
+        layout=batch.layout,
         page_size=batch.page_size,
+        execution="cuda_graph" if graph else "eager",
     )
 
 
@@ -129,3 +190,16 @@ def positions_mask(q_len: int, kv_len: int, spec: AttentionSpec, device: torch.d
 def gather_pages(cache_NPGD: torch.Tensor, pages: torch.Tensor, kv_len: int) -> torch.Tensor:
     """The first kv_len keys (or values) of one member as [kv_len, G, D]; a copy that pages force."""
     return cache_NPGD.index_select(0, pages).reshape(-1, *cache_NPGD.shape[2:])[:kv_len]
+
+
+def member_keys(cache: torch.Tensor, batch: Batch, member: int) -> torch.Tensor:
+    """Keys (or values) of one member as [kv_len, G, D], from any layout; a copy only where pages force one."""
+    kv_len = batch.kv_lens[member]
+    if batch.layout == "contiguous":
+        return cache[member, :kv_len]
+    if batch.layout == "ragged":
+        start = sum(batch.kv_lens[:member])
+        return cache[start : start + kv_len]
+    pages = torch.tensor(batch.block_tables[member], dtype=torch.long, device=cache.device)
+    paged = cache if batch.layout == "paged_nhd" else cache.transpose(1, 2)
+    return gather_pages(paged, pages, kv_len)

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.backends.base import AttentionSpec, positions_mask
+from attention.backends.base import AttentionSpec, Batch, Planned, member_keys, positions_mask
+from attention.cases import AttentionCase
+from attention.reasons import Reason
 
 _TINY = torch.finfo(torch.float64).tiny
 _CHUNK_SCORES = 1 << 24  # float64 scores held at once: 128 MB
@@ -33,45 +35,106 @@ class Truth:
     rounded_QHD: torch.Tensor
 
 
-def attend(q_QHD: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, spec: AttentionSpec) -> Truth:
-    """Attention of one member in float64; the inputs are taken as they are, exact.
+def attend(
+    q_QHD: torch.Tensor,
+    k_LGD: torch.Tensor,
+    v_LGD: torch.Tensor,
+    spec: AttentionSpec,
+    mask_QL: torch.Tensor | None = None,
+) -> Truth:
+    """Attention of one member in float64; the inputs are taken as they are, exact: quantised K and V are
+    what is stored times their scale.
 
-    A row that sees no key gives output 0 and LSE -inf.
+    A row that sees no key gives output 0 and LSE -inf (with a sink: 0 and the sink).
     """
     q_len, kv_len = q_QHD.shape[0], k_LGD.shape[0]
     ratio = spec.heads_q // spec.heads_kv
-    k_HLD = k_LGD.double().transpose(0, 1).repeat_interleave(ratio, 0)
-    v_HLD = v_LGD.double().transpose(0, 1).repeat_interleave(ratio, 0)
-    mask_QL = positions_mask(q_len, kv_len, spec, q_QHD.device)
+    k_HLD = (k_LGD.double() * spec.k_scale).transpose(0, 1).repeat_interleave(ratio, 0)
+    v_HLD = (v_LGD.double() * spec.v_scale).transpose(0, 1).repeat_interleave(ratio, 0)
+    allowed_QL = positions_mask(q_len, kv_len, spec, q_QHD.device)
+    if mask_QL is not None:
+        allowed_QL = mask_QL if allowed_QL is None else allowed_QL & mask_QL
+    if allowed_QL is not None:  # what no query sees may hold NaN, and a weight of 0 times NaN is NaN
+        v_HLD = v_HLD.masked_fill(~allowed_QL.any(0)[:, None], 0.0)
+    sinks_H11 = None
+    if spec.sinks is not None:
+        sinks_H11 = torch.tensor(spec.sinks, dtype=torch.float64, device=q_QHD.device)[:, None, None]
     step = max(1, _CHUNK_SCORES // max(1, spec.heads_q * kv_len))
     outs, lses, roundeds = [], [], []
-    for start in range(0, q_len, step):
+    for start in range(0, max(1, q_len), step):  # once also without a query: empty results of the right shape
         rows = slice(start, min(q_len, start + step))
         s_HQL = q_QHD[rows].double().transpose(0, 1) @ k_HLD.transpose(1, 2) * spec.scale
         if spec.softcap is not None:
             s_HQL = spec.softcap * torch.tanh(s_HQL / spec.softcap)
-        if mask_QL is not None:
-            s_HQL = s_HQL.masked_fill(~mask_QL[rows], float("-inf"))
-        out, lse, rounded = _softmax_times(s_HQL, v_HLD, spec.dtype)
+        if spec.alibi_slopes is not None:
+            s_HQL += _alibi(rows, q_len, kv_len, spec.alibi_slopes, q_QHD.device)
+        if allowed_QL is not None:
+            s_HQL = s_HQL.masked_fill(~allowed_QL[rows], float("-inf"))
+        out, lse, rounded = _softmax_times(s_HQL, v_HLD, spec.dtype, sinks_H11)
         outs.append(out.transpose(0, 1))
         lses.append(lse.transpose(0, 1))
         roundeds.append(rounded.transpose(0, 1))
     return Truth(torch.cat(outs), torch.cat(lses), torch.cat(roundeds))
 
 
+def _alibi(rows: slice, q_len: int, kv_len: int, slopes: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Bias [H, rows, kv_len]: -slope times the distance from the bottom-right diagonal."""
+    slopes_H11 = torch.tensor(slopes, dtype=torch.float64, device=device)[:, None, None]
+    diagonal = torch.arange(kv_len - q_len, kv_len, device=device)[rows, None]
+    return -slopes_H11 * (diagonal - torch.arange(kv_len, device=device)[None]).abs()
+
+
 def _softmax_times(
-    s_HQL: torch.Tensor, v_HLD: torch.Tensor, dtype: torch.dtype
+    s_HQL: torch.Tensor, v_HLD: torch.Tensor, dtype: torch.dtype, sinks_H11: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # amax refuses an empty dimension: without a key every row is empty.
     top = s_HQL.amax(-1, keepdim=True) if s_HQL.shape[-1] else s_HQL.new_zeros(*s_HQL.shape[:2], 1)
+    if sinks_H11 is not None:
+        top = torch.maximum(top, sinks_H11)
     top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
     p_HQL = torch.exp(s_HQL - top)
-    total = p_HQL.sum(-1, keepdim=True)
+    sunk = 0.0 if sinks_H11 is None else torch.exp(sinks_H11 - top)
+    total = p_HQL.sum(-1, keepdim=True) + sunk
     safe = total.clamp_min(_TINY)
     out = (p_HQL @ v_HLD) / safe
     # Scores live in float32; P (unnormalised, 0..1) is rounded for the second product, its sum is not.
     q_HQL = torch.exp(s_HQL.float().double() - top)
-    rounded = (q_HQL.to(dtype).double() @ v_HLD) / q_HQL.sum(-1, keepdim=True).clamp_min(_TINY)
+    rounded = (q_HQL.to(dtype).double() @ v_HLD) / (q_HQL.sum(-1, keepdim=True) + sunk).clamp_min(_TINY)
     rounded = rounded.to(dtype).double()
     lse = torch.where(total > 0, total.log() + top, torch.full_like(total, float("-inf")))
     return out, lse[..., 0], rounded
+
+
+class OracleBackend:
+    """The oracle as a Backend: every feature, layout and KV dtype, right by construction, and slow.
+
+    What checks are checked with: a mutant of it has one defect and no other, also in features that no CPU
+    kernel has (softcap, sinks, ALiBi, quantised KV).
+    """
+
+    name = "oracle:fp64"
+
+    def check(self, case: AttentionCase) -> list[Reason]:
+        return []
+
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
+        return _PlannedOracle(self.name, batch, spec)
+
+
+class _PlannedOracle(Planned):
+    def run(
+        self, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        outs, lses, row = [], [], 0
+        for i, q_len in enumerate(self.batch.q_lens):
+            mask = None if self.batch.masks is None else self.batch.masks[i]
+            k, v = (member_keys(cache, self.batch, i) for cache in (k_NPGD, v_NPGD))
+            truth = attend(q_THD[row : row + q_len], k, v, self.spec, mask)
+            outs.append(truth.out_QHD.to(q_THD.dtype))
+            lses.append(truth.lse_QH.float())
+            row += q_len
+        return torch.cat(outs), torch.cat(lses)
+
+    def replan(self, batch: Batch) -> None:
+        self._check_fits(batch)
+        self.batch = batch

@@ -1,18 +1,23 @@
 """The compatibility matrix: declared rules as data (`*.yaml` here), evaluated for one case.
 
-A rule names one dimension of a case or machine and what is allowed there, with its source. Every
-failing rule becomes a Reason; nothing stops at the first. A backend without rules for the platform
-has no cell, so it is `unknown`, which never lets anything pass.
+A rule names one dimension of a case or machine and what is allowed there, with its source and, where it
+holds for some versions only, their range. Every failing rule becomes a Reason; nothing stops at the first. A
+backend without rules for the platform has no cell, so it is `unknown`, which never lets anything pass.
+Cells that public reports found broken are in `known_bad.yaml`: they are declared to fail, with the report as source.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import math
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from packaging.specifiers import SpecifierSet
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from attention.cases import AttentionCase
 from attention.errors import UserError
@@ -20,19 +25,33 @@ from attention.reasons import Code, Reason
 from attention.yaml_file import read_yaml
 
 
-class Rule(BaseModel):
-    """`dimension` must be in `allowed`, or between `minimum` and `maximum`, or a multiple of `multiple_of`."""
+class _Versioned(BaseModel):
+    """What holds for a range of versions of the backend's distribution (`">=2.8,<3"`); for all without one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    dimension: str
-    code: Code
+    versions: str = ""
+
+    @field_validator("versions")
+    @classmethod
+    def _is_a_range(cls, value: str) -> str:
+        SpecifierSet(value)
+        return value
+
+    def holds_for(self, version: str | None) -> bool:
+        """Whether `version` is in the range. An unknown version is: what cannot be excluded is told."""
+        return version is None or SpecifierSet(self.versions).contains(version, prereleases=True)
+
+
+class Range(BaseModel):
+    """A value in `allowed`, or between `minimum` and `maximum`, or a multiple of `multiple_of`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
     allowed: tuple[Any, ...] | None = None
     minimum: float | None = None
     maximum: float | None = None
     multiple_of: int | None = None
-    source: str
-    message: str
 
     def permits(self, value: Any) -> bool:
         if self.allowed is not None and value not in self.allowed:
@@ -56,6 +75,37 @@ class Rule(BaseModel):
         return " and ".join(parts)
 
 
+class Rule(Range, _Versioned):
+    """`dimension` must lie in the range; else the reason has this code.
+
+    With `when` the rule holds only for cases whose named dimensions all have one of the values there.
+    """
+
+    dimension: str
+    code: Code
+    when: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    source: str
+    message: str
+
+    def applies(self, values: dict[str, Any]) -> bool:
+        return all(values[name] in wanted for name, wanted in self.when.items())
+
+    def allowed_text(self) -> str:
+        where = " and ".join(f"{name} is {' or '.join(map(str, wanted))}" for name, wanted in self.when.items())
+        return super().allowed_text() + (f" (where {where})" if where else "")
+
+
+class KnownBad(_Versioned):
+    """A cell that a public report found broken: every dimension in `when` lies in its range."""
+
+    backend: str
+    platforms: tuple[str, ...] = ("cuda",)
+    when: dict[str, Range]
+    code: Code
+    source: str  # the report
+    message: str
+
+
 class Declared(BaseModel):
     """Rules of one backend on one platform."""
 
@@ -63,14 +113,19 @@ class Declared(BaseModel):
 
     package: str  # import name that must be there
     remedy: str  # what to do when it is not
+    versions: str = ""  # of the package, for which the rules were read
+    index_bits: int = 32  # of the offsets that its kernels compute into the KV cache
     rules: tuple[Rule, ...] = ()
+
+
+_KNOWN_BAD = "known_bad.yaml"
 
 
 class _Sheet(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     definitions: dict[str, Rule] = Field(default_factory=dict, description="rules that several backends share")
-    backends: dict[str, dict[str, Declared]] = Field(description="backend -> platform (cpu, cuda) -> rules")
+    backends: dict[str, dict[str, Declared]] = Field(description="backend -> platform (cpu, cuda, rocm) -> rules")
 
 
 @cache
@@ -78,6 +133,8 @@ def declared() -> dict[str, dict[str, Declared]]:
     """All sheets of this folder: backend -> platform -> rules."""
     merged: dict[str, dict[str, Declared]] = {}
     for path in sorted(Path(__file__).parent.glob("*.yaml")):
+        if path.name == _KNOWN_BAD:
+            continue
         sheet = _Sheet.model_validate(read_yaml(path))
         for backend, platforms in sheet.backends.items():
             if backend in merged:
@@ -86,18 +143,73 @@ def declared() -> dict[str, dict[str, Declared]]:
     return merged
 
 
+@cache
+def known_bad() -> tuple[KnownBad, ...]:
+    """All entries of known_bad.yaml."""
+    entries = read_yaml(Path(__file__).parent / _KNOWN_BAD)
+    return tuple(KnownBad.model_validate(entry) for entry in entries)
+
+
+def platform_of(device: str) -> str:
+    """`cpu`, `cuda` or `rocm`: PyTorch calls an AMD device cuda too."""
+    kind = device.split(":")[0]
+    if kind == "cuda":
+        import torch
+
+        return "rocm" if torch.version.hip else "cuda"
+    return kind
+
+
+#: Distributions that are not named like what they let import.
+_DISTRIBUTIONS = {
+    "flash_attn_2_cuda": "flash-attn",
+    "flash_attn.cute": "flash-attn-4",
+    "flashinfer": "flashinfer-python",
+}
+
+
+@cache
+def version_of(package: str) -> str | None:
+    """Installed version of the distribution behind an import name; None when there is none of that name."""
+    try:
+        return importlib.metadata.version(_DISTRIBUTIONS.get(package, package))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def index_bits(backend: str, device: str) -> int:
+    """Bits of the offsets that a backend computes into the KV cache; 32 when nothing is declared."""
+    sheet = declared().get(backend, {}).get(platform_of(device))
+    return 32 if sheet is None else sheet.index_bits
+
+
 def _dimensions(case: AttentionCase, device: str) -> dict[str, Any]:
     left, right = case.window
+    if case.causal:
+        right = 0 if right is None else min(right, 0)
     values = case.model_dump(exclude={"batch", "window"})
     values |= {
-        "device": device.split(":")[0],
-        "sliding_window": left is not None or right is not None,
+        "device": platform_of(device),
+        "sliding_window": case.window != (None, None),
+        "window_right": right,  # None: unbounded; 0: causal
         "softcap_on": case.softcap is not None,
         "gqa": case.gqa_ratio > 1,
         "gqa_ratio": case.gqa_ratio,
         "same_head_dims": case.head_dim_qk == case.head_dim_vo,
+        "mla_absorbed": (case.heads_kv, case.head_dim_qk, case.head_dim_vo) == (1, 576, 512),
+        "single_tokens": all(m.q_len == 1 for m in case.members),
+        "queries_fit": all(m.q_len <= m.kv_len for m in case.members),
+        "window_left": -1 if left is None else left,
+        "right_window": right is not None and right > 0,
+        "causal_unequal": case.causal and any(m.q_len != m.kv_len for m in case.members),
+        "num_members": len(case.members),
+        "min_q_len": min((m.q_len for m in case.members), default=0),
+        "max_q_len": max((m.q_len for m in case.members), default=0),
+        "max_kv_len": max((m.kv_len for m in case.members), default=0),
         "min_kv_len": min((m.kv_len for m in case.members), default=0),
-        "mask_free": all(m.q_len in (1, m.kv_len) for m in case.members) and left is None,
+        "shortest_kv_len": min((m.kv_len for m in case.members if m.kv_len), default=math.inf),
+        "contiguous_padding": case.layout == "contiguous" and len({m.kv_len for m in case.members}) > 1,
+        "triton_interpreter": os.environ.get("TRITON_INTERPRET") == "1",
         "kv_dtype_effective": case.dtype if case.kv_dtype == "auto" else case.kv_dtype,
     }
     if values["device"] == "cuda":
@@ -111,7 +223,7 @@ def _dimensions(case: AttentionCase, device: str) -> dict[str, Any]:
 def _importable(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # a parent of a dotted name is missing
+    except ImportError:  # a parent of a dotted name is missing or broken
         return False
 
 
@@ -137,7 +249,7 @@ def declared_reasons(backend: str, case: AttentionCase, *, device: str) -> list[
     Without a declaration for the platform the answer is ARCH_UNSUPPORTED; without the package (as any
     platform's declaration names it), IMPORT_FAILED with the remedy.
     """
-    platform = device.split(":")[0]
+    platform = platform_of(device)
     platforms = declared().get(backend, {})
     if platform not in platforms:
         known = ", ".join(sorted(platforms)) or "none"
@@ -152,10 +264,10 @@ def declared_reasons(backend: str, case: AttentionCase, *, device: str) -> list[
         return [undeclared, *(_missing(next(iter(platforms.values()))) if platforms else ())]
     sheet = platforms[platform]
     reasons = _missing(sheet)
-    values = _dimensions(case, device)
+    values, version = _dimensions(case, device), version_of(sheet.package)
     for rule in sheet.rules:
         value = values[rule.dimension]
-        if not rule.permits(value):
+        if rule.holds_for(version) and rule.applies(values) and not rule.permits(value):
             reasons.append(
                 Reason(
                     code=rule.code,
@@ -166,4 +278,26 @@ def declared_reasons(backend: str, case: AttentionCase, *, device: str) -> list[
                     message=rule.message,
                 )
             )
+    for entry in known_bad():
+        if (entry.backend, platform in entry.platforms) != (backend, True) or not entry.holds_for(version):
+            continue
+        if all(limits.permits(values[name]) for name, limits in entry.when.items()):
+            reasons.append(
+                Reason(
+                    code=entry.code,
+                    dimension=", ".join(entry.when),
+                    observed=", ".join(str(values[name]) for name in entry.when),
+                    allowed="any other combination",
+                    source=f"{KNOWN_BAD_SOURCE}{entry.source}",
+                    message=entry.message,
+                )
+            )
     return reasons
+
+
+KNOWN_BAD_SOURCE = "known_bad: "
+
+
+def is_known_bad(reasons: list[Reason]) -> bool:
+    """Whether public reports alone, and no rule, speak against a cell."""
+    return bool(reasons) and all(reason.source.startswith(KNOWN_BAD_SOURCE) for reason in reasons)

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pydantic import BaseModel
 
 from attention.job import BusinessPlan
+from attention.limits import Limits
 from attention.model import Runner
 from attention.sampling import SamplingParams
-from attention.scheduler import Generation, Limits, Scheduler
+from attention.scheduler import Generation, Scheduler
 
 
 class Answer(BaseModel):

@@ -1,10 +1,11 @@
-"""Seeded problems of the tensor layer: inputs on a paged cache, with their truth.
+"""Seeded problems of the tensor layer: inputs in the case's layout, with their truth.
 
 Three kinds of inputs. `normal` is N(0, 1). `needle` puts a key aligned with each query at the
 first, the last and a page-boundary position, with position-coded V: random inputs average a lost
 key away (0.7 % of the output at 16k keys), a needle does not (43 %). `large_logit` has logits of
 several tens, where a kernel that rescales wrongly overflows.
-Unused slots of the pages hold NaN, and pages are handed out in shuffled order.
+Slots that no member owns hold NaN, and pages are handed out in shuffled order. ALiBi slopes and sinks are
+large enough to matter, quantised KV has scales of 1/4 and 1/2, and a custom mask hides a third of the keys.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ INPUTS: tuple[Inputs, ...] = ("normal", "needle", "large_logit")
 
 @dataclass(frozen=True)
 class Problem:
-    """A batch on a paged cache, and the exact answer for all its tokens."""
+    """A batch with its keys in the layout of the batch, and the exact answer for all its tokens."""
 
     batch: Batch
     spec: AttentionSpec
     q_THD: torch.Tensor
-    k_NPGD: torch.Tensor
-    v_NPGD: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
     truth: Truth
 
 
 def spec_of(case: AttentionCase) -> AttentionSpec:
-    """The per-layer part of a case, with the default scale."""
+    """The per-layer part of a case, with the default scale, and slopes, sinks and KV scales that matter."""
+    heads = range(case.heads_q)
+    quantised = case.kv_dtype not in ("auto", case.dtype)
     return AttentionSpec(
         heads_q=case.heads_q,
         heads_kv=case.heads_kv,
@@ -47,37 +50,119 @@ def spec_of(case: AttentionCase) -> AttentionSpec:
         causal=case.causal,
         window=case.window,
         softcap=case.softcap,
+        kv_dtype=getattr(torch, case.kv_dtype) if quantised else None,
+        k_scale=0.25 if quantised else 1.0,
+        v_scale=0.5 if quantised else 1.0,
+        # Powers of two, as ALiBi has them; the distances are whole numbers.
+        alibi_slopes=tuple(2.0 ** -(1 + h % 8) for h in heads) if case.alibi else None,
+        sinks=tuple(2.0 + 0.5 * (h % 4) for h in heads) if case.sinks else None,
     )
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member's inputs as they are stored: q [q_len, H, D], k and v [kv_len, G, D], mask [q_len, kv_len]."""
+
+    q_QHD: torch.Tensor
+    k_LGD: torch.Tensor
+    v_LGD: torch.Tensor
+    mask_QL: torch.Tensor | None = None
+
+
+def members_of(case: AttentionCase, spec: AttentionSpec, inputs: Inputs, seed: int) -> list[Member]:
+    """Seeded inputs of every member of a case, on the CPU; the same on every machine."""
+    generator = torch.Generator().manual_seed(seed)
+    if case.page_size is not None:
+        _tables(case, case.page_size, generator)  # pages draw first, so that a seed means what it always meant
+    found = []
+    for one in case.members:
+        q, k, v = _member(one.q_len, one.kv_len, spec, case.page_size or 16, inputs, generator)
+        mask = None
+        if case.custom_mask:
+            mask = torch.rand(one.q_len, one.kv_len, generator=generator) < 2 / 3
+        found.append(Member(q, k, v, mask))
+    return found
 
 
 def make(case: AttentionCase, inputs: Inputs, seed: int, *, device: str = "cpu") -> Problem:
-    """The problem of a case (paged NHD) for one kind of inputs and a seed; the same on every machine."""
-    if case.page_size is None:
-        raise ValueError("tensor problems live on a paged cache; give the case a page size")
-    spec, page = spec_of(case), case.page_size
-    generator = torch.Generator().manual_seed(seed)
-    pages_of = [-(-m.kv_len // page) for m in case.members]
-    order = torch.randperm(sum(pages_of) + 1, generator=generator).tolist()
-    k_NPGD = torch.full((len(order), page, spec.heads_kv, spec.head_dim_qk), math.nan, dtype=spec.dtype)
-    v_NPGD = torch.full((len(order), page, spec.heads_kv, spec.head_dim_vo), math.nan, dtype=spec.dtype)
-    tables, queries, truths, used = [], [], [], 0
-    for member, count in zip(case.members, pages_of, strict=True):
-        table = tuple(order[used : used + count])
-        used += count
-        q, k, v = _member(member.q_len, member.kv_len, spec, page, inputs, generator)
-        flat = torch.tensor([table[i // page] * page + i % page for i in range(member.kv_len)], dtype=torch.long)
-        k_NPGD.view(-1, *k.shape[1:])[flat] = k
-        v_NPGD.view(-1, *v.shape[1:])[flat] = v
-        tables.append(table)
-        queries.append(q)
-        truths.append(attend(q, k, v, spec))
-    batch = Batch(tuple(m.q_len for m in case.members), tuple(m.kv_len for m in case.members), tuple(tables), page)
-    truth = Truth(
-        torch.cat([t.out_QHD for t in truths]).to(device),
-        torch.cat([t.lse_QH for t in truths]).to(device),
-        torch.cat([t.rounded_QHD for t in truths]).to(device),
+    """The problem of a case for one kind of inputs and a seed; its inputs are the same on every machine."""
+    spec = spec_of(case)
+    return build(case, spec, members_of(case, spec, inputs, seed), seed=seed, device=device)
+
+
+def build(
+    case: AttentionCase,
+    spec: AttentionSpec,
+    members: list[Member],
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    poison: tuple[float, float] = (math.nan, math.nan),
+) -> Problem:
+    """The problem of given members in the case's layout, with its truth.
+
+    Lengths are those of the case; `seed` shuffles the pages; slots that no member owns hold `poison` in K and V.
+    """
+    page = case.page_size
+    tables = _tables(case, page, torch.Generator().manual_seed(seed)) if page is not None else ()
+    here = [Member(*(None if t is None else t.to(device) for t in vars(m).values())) for m in members]  # type: ignore[arg-type]
+    truths = [attend(m.q_QHD, m.k_LGD, m.v_LGD, spec, m.mask_QL) for m in here]
+    batch = Batch(
+        tuple(m.q_len for m in case.members),
+        tuple(m.kv_len for m in case.members),
+        tables,
+        page,
+        layout=case.layout,
+        masks=tuple(m.mask_QL for m in here if m.mask_QL is not None) if case.custom_mask else None,
     )
-    return Problem(batch, spec, torch.cat(queries).to(device), k_NPGD.to(device), v_NPGD.to(device), truth)
+    k = _laid_out(batch, [m.k_LGD for m in members], poison[0]).to(device)
+    v = _laid_out(batch, [m.v_LGD for m in members], poison[1]).to(device)
+    return Problem(batch, spec, torch.cat([m.q_QHD for m in here]), k, v, joined(truths))
+
+
+def joined(truths: list[Truth]) -> Truth:
+    """The truth of a batch from those of its members."""
+    return Truth(
+        torch.cat([t.out_QHD for t in truths]),
+        torch.cat([t.lse_QH for t in truths]),
+        torch.cat([t.rounded_QHD for t in truths]),
+    )
+
+
+def _tables(case: AttentionCase, page: int, generator: torch.Generator) -> tuple[tuple[int, ...], ...]:
+    """Pages of every member, in shuffled order; one page belongs to nobody."""
+    counts = [-(-m.kv_len // page) for m in case.members]
+    order = torch.randperm(sum(counts) + 1, generator=generator).tolist()
+    tables, used = [], 0
+    for count in counts:
+        tables.append(tuple(order[used : used + count]))
+        used += count
+    return tuple(tables)
+
+
+def _laid_out(batch: Batch, members: list[torch.Tensor], poison: float) -> torch.Tensor:
+    """Keys (or values) [kv_len, G, D] of all members in the batch's layout; what nobody owns holds `poison`."""
+    (heads, dim), dtype = members[0].shape[1:], members[0].dtype
+    if batch.layout == "ragged":
+        return torch.cat(members)
+    if batch.layout == "contiguous":
+        dense = _full((len(members), max(batch.kv_lens), heads, dim), poison, dtype)
+        for row, member in zip(dense, members, strict=True):
+            row[: len(member)] = member
+        return dense
+    page = batch.page_size or 1
+    cache = _full((sum(map(len, batch.block_tables)) + 1, page, heads, dim), poison, dtype)
+    # The CPU has no indexed copy of float8; bytes are bytes.
+    raw = torch.uint8 if dtype.itemsize == 1 else dtype
+    flat = cache.view(raw).view(-1, heads, dim)
+    for table, member in zip(batch.block_tables, members, strict=True):
+        slots = torch.tensor([table[i // page] * page + i % page for i in range(len(member))], dtype=torch.long)
+        flat[slots] = member.view(raw)
+    return cache if batch.layout == "paged_nhd" else cache.transpose(1, 2).contiguous()
+
+
+def _full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, value, dtype=torch.float32).to(dtype)
 
 
 def _member(
@@ -100,4 +185,5 @@ def _member(
             target = q_QHD[max(0, q_len - 1 - row)].view(spec.heads_kv, ratio, -1).mean(1)
             k_LGD[key] = target * (wanted / target.square().sum(-1, keepdim=True))
         v_LGD += torch.linspace(-1, 1, kv_len)[:, None, None]
-    return q_QHD.to(spec.dtype), k_LGD.to(spec.dtype), v_LGD.to(spec.dtype)
+    store = spec.kv_dtype or spec.dtype
+    return q_QHD.to(spec.dtype), (k_LGD / spec.k_scale).to(store), (v_LGD / spec.v_scale).to(store)

@@ -98,7 +98,7 @@ def _row(case: AttentionCase, inputs: Any, seed: int, backend: str, device: str,
         with torch.inference_mode():
             planned = create(backend, device).plan(problem.batch, spec)
             (out, lse), confirmed = confirm.watch(
-                lambda: planned.run(problem.q_THD, problem.k_NPGD, problem.v_NPGD), device=device
+                lambda: planned.run(problem.q_THD, problem.k, problem.v), device=device
             )
         figures = compare(out, lse, problem.truth, problem.spec.dtype)
     except Exception as error:  # a case that raises is a row, never the end of the run

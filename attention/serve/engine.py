@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.limits import Limits
 from attention.model import Chunk, Runner
-from attention.scheduler import FinishReason, Generation, Limits, QueueFullError, Scheduler, StepResult
+from attention.scheduler import FinishReason, Generation, QueueFullError, Scheduler, StepResult
 from attention.serve.detokenize import Detokenizer
 from attention.serve.log import event
 from attention.serve.metrics import Metrics

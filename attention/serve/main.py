@@ -26,7 +26,6 @@ from attention.fingerprint import node
 from attention.job import Setup
 from attention.model_config import read_config
 from attention.policy import load_policy
-from attention.scheduler import Limits
 from attention.serve.app import DRAIN_S, create_app
 from attention.serve.engine import Engine
 from attention.serve.fallbacks import FallbackNotice
@@ -116,7 +115,9 @@ class _Process:
         metrics = Metrics(node=instance.node, gpu=instance.gpu, model=instance.model)
         log = RequestLog(args.lake, instance)
         notice = FallbackNotice(metrics, log, emit=load_policy(args.policy).emit_fallback_event)
-        engine = Engine(lambda: prepare(setup, notice), Limits(), metrics, fault=args.fault, on_change=self._on_change)
+        engine = Engine(
+            lambda: prepare(setup, notice), setup.limits, metrics, fault=args.fault, on_change=self._on_change
+        )
         self._notice = notice
         self._service = Service(instance, engine, metrics, log)
         self._listener = listener

@@ -33,7 +33,7 @@ def problem(batch: str) -> Problem:
 def run(dispatcher: Dispatcher, one: Problem, layers: int = 1) -> torch.Tensor:
     with torch.inference_mode():
         dispatcher.plan(one.batch)
-        outs = [dispatcher.run(layer, one.q_THD, one.k_NPGD, one.v_NPGD) for layer in range(layers)]
+        outs = [dispatcher.run(layer, one.q_THD, one.k, one.v) for layer in range(layers)]
     return outs[-1]
 
 
@@ -151,7 +151,7 @@ class Liar:
     def check(self, case: AttentionCase) -> list[Reason]:
         return []
 
-    def plan(self, batch: Batch, spec: AttentionSpec) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         return create(MATH).plan(batch, spec)
 
 

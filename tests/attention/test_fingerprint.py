@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,17 @@ import pytest
 import torch
 
 from attention import startup
-from attention.fingerprint import ENVIRONMENT, Fingerprint, changed_fields, fingerprint, gpu_name
+from attention.fingerprint import (
+    ENVIRONMENT,
+    Fingerprint,
+    Identity,
+    changed_fields,
+    fingerprint,
+    gpu_name,
+    identity_hash,
+)
 from attention.job import Setup
+from attention.limits import Limits
 from attention.model import Chunk, Runner
 from attention.policy import Policy
 
@@ -37,14 +47,35 @@ def take(tiny_model: Path) -> Callable[..., Fingerprint]:
     return one
 
 
-def test_two_fresh_processes_and_this_one_agree_before_and_after_a_forward(
+PROBE_AND_IDENTIFY = """
+import sys
+from pathlib import Path
+from attention import startup
+from attention.job import Setup
+from attention.model import specs_of
+from attention.probe import probes_of, run_probe
+
+setup = Setup(model=Path(sys.argv[1]), policy=Path(sys.argv[2]))
+probes = probes_of(specs_of(setup.model, "float32")[0], "float32", setup.page_size)
+for backend in sys.argv[3:]:
+    for probe in reversed(probes):
+        list(run_probe(backend, probe, "cpu"))
+print(startup.identify(setup).model_dump_json())
+"""
+
+
+def test_two_fresh_processes_and_this_one_agree_before_and_after_a_forward_and_any_probes(
     setup: Setup, make_runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    command = [sys.executable, "-m", "attention", "fingerprint", "--json"]
-    command += ["--model", str(setup.model), "--policy", str(setup.policy)]
-    children = [subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    verb = ["-m", "attention", "fingerprint", "--json", "--model", str(setup.model), "--policy", str(setup.policy)]
+    # The other process runs probes first, in another order than a start-up does.
+    probing = ["-c", PROBE_AND_IDENTIFY, str(setup.model), str(setup.policy), "torch_sdpa:math", "torch_sdpa:flash"]
+    children = [
+        subprocess.Popen([sys.executable, *arguments], cwd=REPO, stdout=subprocess.PIPE, text=True)
+        for arguments in (verb, probing)
+    ]
 
     # The command line's own set-up, so that every verb of an environment has one id.
     same = Setup(model=setup.model, policy=setup.policy)
@@ -75,6 +106,11 @@ def test_two_fresh_processes_and_this_one_agree_before_and_after_a_forward(
         ({"page_size": 32}, "page_size: 16 -> 32"),
         ({"fault": "wrong_scale"}, "fault: absent -> wrong_scale"),
         ({"engine_limits": {"num_pages": 64}}, "engine_limits.num_pages: absent -> 64"),
+        ({"tensor_parallel": 2}, "tensor_parallel: 1 -> 2"),
+        ({"kv_cache_dtype": "float8_e4m3fn"}, "kv_cache_dtype: auto -> float8_e4m3fn"),
+        ({"kv_layout": "paged_hnd"}, "kv_layout: paged_nhd -> paged_hnd"),
+        ({"cuda_graph": True}, "execution.cuda_graph: false -> true"),
+        ({"torch_compile": True}, "execution.torch_compile: false -> true"),
         ({"policy": Policy(preferred=("math",))}, 'attention_backend_policy.fallback: ["math"] -> []'),
     ],
 )
@@ -130,6 +166,48 @@ def test_a_switch_that_forbids_a_kernel_changes_the_id(take: Callable[..., Finge
     assert changed_fields(old.identity, new.identity) == ["switches.flash_sdp: true -> false"]
 
 
+def test_every_field_of_the_identity_is_hashed(take: Callable[..., Fingerprint]) -> None:
+    one = take()
+    for name in Identity.model_fields:
+        assert identity_hash(one.identity.model_copy(update={name: None})) != one.id or (
+            getattr(one.identity, name) is None
+        )
+
+
+def test_limits_of_serving_are_in_the_id_of_every_verb(setup: Setup) -> None:
+    # One function gives every verb its id, and the serving process hands the same limits to its engine.
+    wide = setup.model_copy(update={"limits": Limits(max_running=64)})
+    plain, other = startup.identify(setup), startup.identify(wide)
+    assert changed_fields(plain.identity, other.identity) == ["engine_limits.max_running: 32 -> 64"]
+    assert plain.identity.engine_limits == {"num_pages": setup.num_pages, **asdict(setup.limits)}
+    again = Setup.model_validate_json(wide.model_dump_json())
+    assert again == wide
+    assert startup.identify(again).id == other.id
+
+
+def test_sources_of_just_in_time_kernels_count_when_the_policy_names_them(take: Callable[..., Fingerprint]) -> None:
+    named = take(Policy(preferred=("flex_attention",), fallback=("math",))).identity
+    plain = take().identity
+    assert set(plain.jit_sources) == {"attention/backends"}
+    assert set(named.jit_sources) > {"attention/backends"}
+    assert (set(plain.compilers), set(named.compilers)) == (set(), {"nvcc", "c++"})
+
+
+def test_what_warm_up_changes_is_attested_and_not_hashed(take: Callable[..., Fingerprint]) -> None:
+    one = take()
+    assert {"node", "time", "libraries", "jit_outputs", "sdpa_order"} <= set(one.attestation)
+    assert not {"libraries", "jit_outputs", "sdpa_order"} & set(Identity.model_fields)
+    assert any(name.startswith("libtorch") for name in one.attestation["libraries"])
+
+
+def test_mla_is_told_from_gqa(take: Callable[..., Fingerprint], tiny_model: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_model / "config.json").read_text())
+    latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **latent}))
+    identity = fingerprint(tmp_path, POLICY, dtype="float32").identity
+    assert (identity.attention_type, identity.head_dim, identity.head_dim_vo) == ("mla", 192, 128)
+
+
 def test_other_weights_are_another_revision(tiny_model: Path, tmp_path: Path) -> None:
     import shutil
 
@@ -156,7 +234,8 @@ def test_it_knows_the_model_and_the_machine(take: Callable[..., Fingerprint]) ->
     identity = take().identity
     assert (identity.model_id, identity.gpu, identity.platform) == ("tiny-llama", "cpu", "cpu")
     assert (identity.attention_type, identity.num_heads, identity.num_kv_heads, identity.head_dim) == ("gqa", 4, 2, 16)
-    assert identity.features == {"causal": True, "sliding_window": False, "softcap": False, "alibi": False}
+    features = ("sliding_window", "softcap", "alibi", "sinks")
+    assert identity.features == {"causal": True, **dict.fromkeys(features, False)}
     assert identity.torch == torch.__version__
     assert identity.distributions["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert list(identity.distributions) == sorted(identity.distributions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -110,13 +111,28 @@ def test_two_fingerprints_are_compared(capsys: pytest.CaptureFixture[str], setup
     assert main(["fingerprint", "--diff", str(files[0]), str(files[0])]) == 0
     assert capsys.readouterr().out == "no difference\n"
     assert main(["fingerprint", "--diff", *map(str, files)]) == 0
-    assert "attention_backend_policy.mode: preferred-with-fallback -> pinned" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert re.search(r"^attention_backend_policy.mode +preferred-with-fallback +-> pinned$", text, re.MULTILINE)
+    assert "another backend is asked for first" in text
+    assert main(["fingerprint", "--diff", *map(str, files), "--json"]) == 0
+    document = {one["field"]: one for one in json.loads(capsys.readouterr().out)}
+    preferred = document["attention_backend_policy.preferred"]
+    assert (preferred["old"], preferred["new"]) == (["torch_sdpa:flash"], ["math"])
+    assert preferred["effects"][0]["source"] == "attention/policy.py resolve"
+
+
+def test_fingerprints_of_different_versions_can_be_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text('{"id": "1", "identity": {"torch": "2.10.0"}}')
+    new.write_text('{"id": "2", "identity": {"torch": "2.11.0", "a_field_of_tomorrow": true}}')
+    assert main(["fingerprint", "--diff", str(old), str(new)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "a_field_of_tomorrow  absent  -> true"
 
 
 def test_the_matrix_shows_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["matrix"]) == 0
     text = capsys.readouterr().out
-    assert "flashinfer:xqa           unknown (no declared rules)" in text
+    assert "flashinfer:xqa           cuda\n" in text
     assert main(["matrix", "--json"]) == 0
     cells = json.loads(capsys.readouterr().out)
     assert set(cells["torch_sdpa:flash"]) == {"cpu", "cuda"}
@@ -183,3 +199,51 @@ def test_replay_and_compare_leave_a_result_and_rows_with_whose_they_are(
 def test_what_the_system_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     policy = str(REPO / "data/policies/cpu-math.yaml")
     assert error_of(capsys, "resolve", policy, "--model", "x" * 5000).endswith("File name too long")
+
+
+CELLS = """
+groups:
+  - base: {phase: decode, batch: q1s64, heads_q: 4, heads_kv: 2, head_dim_qk: 16, head_dim_vo: 16, dtype: float32}
+    axes: [[{softcap: null}, {softcap: 5.0}]]
+    checks: [{run: [softcap]}]
+"""
+
+
+def test_cells_are_probed_into_a_file_that_the_matrix_compares_with_its_rules(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cells, out = tmp_path / "cells.yaml", tmp_path / "rows.parquet"
+    cells.write_text(CELLS)
+    argv = ["probe", "--cells", str(cells), "--backends", "math,flashinfer:fa2", "--out", str(out)]
+    assert main(argv) == 0
+    assert capsys.readouterr().out == ""
+    rows = pq.read_table(out).to_pylist()
+    assert {(r["backend"], r["level"], r["status"]) for r in rows} == {
+        ("torch_sdpa:math", "static", "pass"),
+        ("torch_sdpa:math", "construct", "pass"),
+        ("torch_sdpa:math", "execute", "pass"),
+        ("torch_sdpa:math", "execute", "unknown"),  # softcap of a case without one
+        ("torch_sdpa:math", "static", "fail"),  # softcap 5
+        ("flashinfer:fa2", "static", "fail"),
+    }
+    assert main(["matrix", "--drift", str(out)]) == 0
+    assert capsys.readouterr().out == "no drift\n"
+    assert main(["matrix", "--drift", str(out), str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_a_bad_place_for_rows_is_told_before_any_probe_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cells = tmp_path / "cells.yaml"
+    cells.write_text(CELLS)
+    line = error_of(capsys, "probe", "--cells", str(cells), "--out", str(tmp_path / "rows.csv"))
+    assert "write probe rows to a .json or .parquet file" in line
+    assert "unknown backend 'maths'" in error_of(capsys, "probe", "--cells", str(cells), "--backends", "maths")
+
+
+def test_the_matrix_lists_rules_and_reports_in_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["matrix"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    assert any("known_bad" in line and "flashinfer#4484" in line for line in lines)
+    assert main(["matrix", "--json"]) == 0
+    bad = json.loads(capsys.readouterr().out)["known_bad"]
+    assert {"backend", "when", "versions", "code", "source"} <= set(bad[0])

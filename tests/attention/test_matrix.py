@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from attention import matrix
 from attention.backends import NAMES
 from attention.cases import AttentionCase
-from attention.matrix import Rule, declared, declared_reasons
+from attention.matrix import KnownBad, Range, Rule, declared, declared_reasons, is_known_bad, known_bad
 from attention.reasons import Code
 
 
@@ -32,7 +33,19 @@ def codes(backend: str, one: AttentionCase, device: str = "cpu") -> list[Code]:
 
 @pytest.mark.parametrize("backend", ["torch_sdpa:flash", "torch_sdpa:math"])
 def test_what_the_cpu_kernels_serve_has_no_reason(backend: str) -> None:
-    for changes in ({}, {"window": (7, 0)}, {"dtype": "bfloat16"}, {"heads_kv": 1}, {"causal": False}):
+    served: tuple[dict[str, Any], ...] = (
+        {},
+        {"window": (7, 0)},
+        {"dtype": "bfloat16"},
+        {"heads_kv": 1},
+        {"causal": False},
+        {"alibi": True},
+        {"custom_mask": True},
+        {"layout": "paged_hnd"},
+        {"layout": "ragged", "page_size": None},
+        {"batch": "q1s64_q0s0_q9s3"},
+    )
+    for changes in served:
         assert codes(backend, case(**changes)) == []
 
 
@@ -41,17 +54,64 @@ def test_what_the_cpu_kernels_serve_has_no_reason(backend: str) -> None:
     [
         ({"softcap": 30.0}, Code.SOFTCAP_UNSUPPORTED),
         ({"sinks": True}, Code.SINK_UNSUPPORTED),
-        ({"alibi": True}, Code.ALIBI_UNSUPPORTED),
-        ({"custom_mask": True}, Code.MASK_UNSUPPORTED),
         ({"kv_dtype": "fp8_e4m3"}, Code.KV_DTYPE_UNSUPPORTED),
         ({"execution": "cuda_graph"}, Code.GRAPH_CAPTURE_FAILED),
-        ({"layout": "paged_hnd"}, Code.LAYOUT_UNSUPPORTED),
-        ({"batch": "q1s64_q0s0"}, Code.EMPTY_KV_UNSUPPORTED),
         ({"head_dim_vo": 32}, Code.HEAD_DIM_UNSUPPORTED),
     ],
 )
 def test_each_dimension_fails_with_its_own_code(changes: dict[str, Any], code: Code) -> None:
     assert codes("torch_sdpa:flash", case(**changes)) == [code]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hopper GPU with every package, for whoever only reads the rules."""
+    monkeypatch.setattr(matrix, "_importable", lambda package: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "code"),
+    [
+        ("flash_attn:fa2", {"sinks": True}, Code.SINK_UNSUPPORTED),
+        ("flash_attn:fa2", {"page_size": 16}, Code.PAGE_SIZE_UNSUPPORTED),
+        ("flash_attn:fa2", {"head_dim_qk": 264, "head_dim_vo": 264}, Code.HEAD_DIM_UNSUPPORTED),
+        ("flash_attn:fa2", {"head_dim_vo": 128}, Code.HEAD_DIM_UNSUPPORTED),
+        ("flash_attn:fa2", {"custom_mask": True}, Code.MASK_UNSUPPORTED),
+        ("flash_attn:fa3", {"alibi": True}, Code.ALIBI_UNSUPPORTED),
+        ("flash_attn:fa4", {"alibi": True}, Code.ALIBI_UNSUPPORTED),
+        ("flash_attn:fa4", {"page_size": 128}, Code.PAGE_SIZE_UNSUPPORTED),
+        ("flash_attn:fa4", {"batch": "q1s9_q1s8", "layout": "contiguous", "page_size": None}, Code.PAD_POISON),
+        ("flash_attn:fa4", {"kv_dtype": "float8_e4m3fn"}, Code.KV_DTYPE_UNSUPPORTED),
+        ("torch_sdpa:efficient", {"alibi": True}, Code.ALIBI_UNSUPPORTED),
+        ("torch_sdpa:cudnn", {"alibi": True}, Code.ALIBI_UNSUPPORTED),
+        ("torch_sdpa:flash", {"window": (7, 0)}, Code.SWA_UNSUPPORTED),
+        ("torch_sdpa:flash", {"alibi": True}, Code.ALIBI_UNSUPPORTED),
+        ("torch_sdpa:flash", {"custom_mask": True}, Code.MASK_UNSUPPORTED),
+        ("torch_sdpa:cudnn", {"batch": "q1s1_q1s64"}, Code.EMPTY_KV_UNSUPPORTED),
+        ("flex_attention:triton", {"execution": "cuda_graph"}, Code.GRAPH_CAPTURE_FAILED),
+    ],
+)
+def test_on_a_gpu_too(hopper: None, backend: str, changes: dict[str, Any], code: Code) -> None:
+    page = 256 if backend == "flash_attn:fa2" else 16
+    one = {"dtype": "bfloat16", "page_size": page, **changes}
+    assert codes(backend, case(**one), device="cuda") == [code]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"batch": "q3s0_q5s40"}, [Code.EMPTY_KV_UNSUPPORTED]),
+        ({"batch": "q1s0_q1s40"}, []),
+        ({"batch": "q3s0_q5s40", "layout": "ragged", "page_size": None}, []),
+    ],
+)
+def test_flash_attention_2_over_pages_wants_keys_for_all_but_decodes(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: list[Code]
+) -> None:
+    monkeypatch.setattr(matrix, "version_of", lambda package: "2.8.3")
+    one = {"dtype": "bfloat16", "page_size": 256, **changes}
+    assert codes("flash_attn:fa2", case(**one), device="cuda") == expected
 
 
 def test_every_failing_dimension_is_reported_at_once() -> None:
@@ -92,10 +152,15 @@ def test_an_installed_package_does_not_hide_that_the_platform_has_no_rules(monke
     assert codes("flash_attn:fa2", case()) == [Code.ARCH_UNSUPPORTED]
 
 
-@pytest.mark.parametrize("backend", ["flashinfer:cudnn", "nobody:knows"])
-def test_a_backend_without_any_declaration_never_passes(backend: str) -> None:
-    (reason,) = declared_reasons(backend, case(), device="cpu")
+def test_a_backend_without_any_declaration_never_passes() -> None:
+    (reason,) = declared_reasons("nobody:knows", case(), device="cpu")
     assert (reason.code, reason.allowed) == (Code.ARCH_UNSUPPORTED, "none")
+
+
+def test_flex_attention_says_why_it_is_not_for_the_cpu() -> None:
+    (reason,) = declared_reasons("flex_attention:triton", case(), device="cpu")
+    assert (reason.code, reason.allowed) == (Code.ARCH_UNSUPPORTED, "cuda")
+    assert "return_lse is not supported" in reason.source
 
 
 def test_a_dotted_package_whose_parent_is_missing_is_missing() -> None:
@@ -108,9 +173,9 @@ def test_sheets_name_known_backends_and_dimensions_that_exist() -> None:
     for backend, platforms in declared().items():
         assert backend in NAMES
         for platform, sheet in platforms.items():
-            assert platform in ("cpu", "cuda")
+            assert platform in ("cpu", "cuda", "rocm")
             for rule in sheet.rules:
-                assert rule.dimension in dimensions, (backend, rule)
+                assert {rule.dimension, *rule.when} <= dimensions, (backend, rule)
                 assert rule.allowed_text(), (backend, rule)
 
 
@@ -128,3 +193,77 @@ def test_rules_permit_what_lies_inside_and_nothing_else() -> None:
     assert [rule(minimum=90, maximum=90).permits(n) for n in (80, 90, 100)] == [False, True, False]
     assert [rule(allowed=(False,)).permits(v) for v in (False, True)] == [True, False]
     assert rule(maximum=128, multiple_of=8).allowed_text() == "<= 128 and multiple of 8"
+
+
+# Versions, platforms, and what public reports found.
+
+
+def with_rule(monkeypatch: pytest.MonkeyPatch, version: str | None, **fields: Any) -> None:
+    """torch_sdpa:math on the CPU with one rule, at a version of torch."""
+    sheet = declared()["torch_sdpa:math"]["cpu"]
+    rule = Rule(dimension="head_dim_qk", code=Code.HEAD_DIM_UNSUPPORTED, maximum=32, source="s", message="m", **fields)
+    changed = {"torch_sdpa:math": {"cpu": sheet.model_copy(update={"rules": (rule,)})}}
+    monkeypatch.setattr(matrix, "declared", lambda: changed)
+    monkeypatch.setattr(matrix, "version_of", lambda package: version)
+
+
+@pytest.mark.parametrize(
+    ("version", "holds"),
+    [("2.8.0", True), ("2.13.0+cpu", True), ("2.7.9", False), ("3.0", False), ("2.9.0b3", True), (None, True)],
+)
+def test_a_rule_holds_for_its_versions_only(monkeypatch: pytest.MonkeyPatch, version: str | None, holds: bool) -> None:
+    with_rule(monkeypatch, version, versions=">=2.8,<3")
+    assert codes("torch_sdpa:math", case()) == ([Code.HEAD_DIM_UNSUPPORTED] if holds else [])
+
+
+def test_a_range_of_versions_that_is_none_is_refused_when_it_is_read() -> None:
+    with pytest.raises(ValueError, match="Invalid specifier"):
+        Rule(dimension="d", code=Code.LAUNCH_FAILED, source="s", message="m", versions="from 2.8 on")
+
+
+def test_the_version_is_that_of_the_distribution_behind_the_import_name() -> None:
+    import torch
+
+    assert matrix.version_of("torch") == torch.__version__
+    assert matrix.version_of("no_such_package") is None
+
+
+def test_an_amd_device_is_rocm_and_has_no_cell_until_someone_declares_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.hip", "6.4")
+    assert matrix.platform_of("cuda:0") == "rocm"
+    (reason,) = declared_reasons("torch_sdpa:math", case(), device="cuda")
+    assert (reason.code, reason.observed) == (Code.ARCH_UNSUPPORTED, "rocm")
+
+
+def bad(**fields: Any) -> KnownBad:
+    default = {"backend": "torch_sdpa:math", "platforms": ("cpu",), "code": Code.NUMERIC_DRIFT, "source": "project#1"}
+    return KnownBad(**{**default, "message": "m", **fields})
+
+
+def test_a_cell_that_a_report_found_broken_is_known_bad_with_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = bad(when={"phase": Range(allowed=("decode",)), "head_dim_qk": Range(minimum=64)})
+    monkeypatch.setattr(matrix, "known_bad", lambda: (entry,))
+    (reason,) = found = declared_reasons("torch_sdpa:math", case(), device="cpu")
+    assert (reason.code, reason.source, reason.observed) == (Code.NUMERIC_DRIFT, "known_bad: project#1", "decode, 64")
+    assert is_known_bad(found)
+    for other in (case(phase="extend", batch="q5s64"), case(head_dim_qk=32, head_dim_vo=32)):
+        assert declared_reasons("torch_sdpa:math", other, device="cpu") == []
+    assert declared_reasons("torch_sdpa:flash", case(), device="cpu") == []
+    assert not is_known_bad(declared_reasons("torch_sdpa:math", case(softcap=1.0), device="cpu"))
+
+
+def test_a_report_ends_with_its_versions_and_is_of_its_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    for entry in (bad(when={}, versions="<1"), bad(when={}, platforms=("cuda",))):
+        monkeypatch.setattr(matrix, "known_bad", lambda entry=entry: (entry,))
+        assert declared_reasons("torch_sdpa:math", case(), device="cpu") == []
+
+
+def test_known_bad_cells_name_backends_and_dimensions_that_exist_and_their_reports() -> None:
+    dimensions = {*matrix._dimensions(case(), "cpu"), "compute_capability"}
+    assert len(known_bad()) >= 12
+    for entry in known_bad():
+        assert entry.backend in NAMES
+        assert entry.when, entry
+        assert set(entry.when) <= dimensions, entry
+        assert all(limits.allowed_text() for limits in entry.when.values())
+        assert "#" in entry.source

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from attention import probe as probing
+from attention import sdpa_says
 from attention.backends import create
 from attention.backends.base import AttentionSpec, Backend, Batch, Planned
 from attention.cases import AttentionCase
+from attention.checks import CHECKS
 from attention.probe import Probe, ProbeResult, failed_reasons, probe_all, probes_of, run_probe
 from attention.reasons import Code, Reason
 from attention.schemas import SCHEMAS
@@ -44,9 +46,13 @@ def probes() -> dict[str, Probe]:
 @pytest.mark.parametrize("backend", [FLASH, MATH])
 def test_sound_backends_pass_all_probes_but_the_one_that_they_never_claimed(backend: str, dtype: str) -> None:
     found = probes_of(SPEC, dtype, 16)
-    assert [p.name for p in found] == NINE
+    assert [p.name for p in found] == [*NINE, "causal_alignment"]
     for one in found:
         results = list(run_probe(backend, one, "cpu"))
+        if one.check is not None:
+            assert [(r.level, r.status) for r in results] == [("static", "pass"), ("execute", "pass")]
+            assert results[-1].confirmed_backend == backend
+            continue
         if one.name == "graph_or_compile":
             assert [(r.level, r.status) for r in results] == [("static", "fail")]
             assert results[0].reasons[0].code == Code.GRAPH_CAPTURE_FAILED
@@ -85,7 +91,7 @@ class Leaking:
     def check(self, case: AttentionCase) -> list[Reason]:
         return []
 
-    def plan(self, batch: Batch, spec: AttentionSpec) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         whole = tuple(len(table) * batch.page_size for table in batch.block_tables)
         return create(FLASH).plan(Batch(batch.q_lens, whole, batch.block_tables, batch.page_size), spec)
 
@@ -93,19 +99,19 @@ class Leaking:
 class Lying(Leaking):
     """Runs another kernel than it says."""
 
-    def plan(self, batch: Batch, spec: AttentionSpec) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         return create(MATH).plan(batch, spec)
 
 
 class Unlaunchable(Leaking):
     """Plans well and raises at launch, with a message of several lines."""
 
-    def plan(self, batch: Batch, spec: AttentionSpec) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         return Planned("none", batch, spec)
 
 
 class Unplannable(Leaking):
-    def plan(self, batch: Batch, spec: AttentionSpec) -> Planned:
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         raise ImportError("libfoo.so:\n undefined symbol")
 
 
@@ -278,3 +284,95 @@ def test_what_failed_and_is_required_excludes_the_backend(accidents: dict[str, l
     assert [r.code for r in failed[FLASH]] == [Code.LAUNCH_FAILED, Code.LAUNCH_FAILED]
     optional = [r.model_copy(update={"required": False}) for r in results]
     assert failed_reasons(optional) == {}
+
+
+# Checks as probes, and the two sets.
+
+
+def test_start_up_asks_for_the_features_of_the_layer_and_for_nothing_else() -> None:
+    spec = replace(SPEC, softcap=30.0, window=(7, 0), sinks=(1.0,) * 9)
+    found = {p.check: p for p in probes_of(spec, "float32", 16, num_pages=1024) if p.check}
+    assert set(found) == {"softcap", "window_edge", "sinks", "causal_alignment", "index_range"}
+    assert [name for name, p in found.items() if not p.required] == ["index_range"]
+    assert found["softcap"].case.features == ("causal", "sliding_window", "softcap", "sinks")
+
+
+def test_the_full_set_adds_every_check_and_the_features_that_the_layer_lacks() -> None:
+    startup = probes_of(SPEC, "float32", 16, num_pages=64)
+    full = probes_of(SPEC, "float32", 16, num_pages=64, level="full")
+    assert [p for p in full if p in startup] == startup
+    assert {p.check for p in full} == {None, *CHECKS}
+    assert full[0].check == "first_call", "nothing may have run before it"
+    assert not any(p.required for p in full if p not in startup)
+    assert len({(p.name, p.case) for p in full}) == len(full)
+
+
+def test_a_check_that_does_not_apply_is_unknown_with_the_reason() -> None:
+    one = Probe(name="lse", feature="lse", case=probes()["model_mask"].case, required=False, check="lse")
+    static, executed = run_probe(MATH, one, "cpu")
+    assert (static.status, executed.level, executed.status) == ("pass", "execute", "unknown")
+    assert [(r.code, r.message) for r in executed.reasons] == [(Code.NOT_PROBED, "torch_sdpa:math gives no LSE")]
+    assert {r.status for r in run_probe(FLASH, one, "cpu")} == {"pass"}
+
+
+def test_what_is_recorded_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = Reason(
+        code=Code.BATCH_VARIANT, dimension="d", observed="1e-7", allowed="0", source="probe", message="rounding"
+    )
+    monkeypatch.setattr(probing, "run_check", lambda *args, **kwargs: [variant])
+    one = Probe(name="b", feature="b", case=probes()["model_mask"].case, required=False, check="batch_invariance")
+    *_, last = run_probe(MATH, one, "cpu")
+    assert (last.status, last.reasons) == ("pass", (variant,))
+
+
+def test_a_known_bad_cell_is_told_from_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Reason(
+        code=Code.NUMERIC_DRIFT, dimension="d", observed="o", allowed="a", source="known_bad: x#1", message="m"
+    )
+    monkeypatch.setattr(probing, "declared_reasons", lambda *args, **kwargs: [report])
+    (static,) = run_probe(MATH, probes()["single_decode"], "cpu")
+    assert (static.level, static.status) == ("static", "known_bad")
+
+
+def test_what_rules_refuse_can_be_tried_to_see_who_is_right() -> None:
+    capped = Probe(
+        name="c", feature="c", case=AttentionCase(**{**probes()["model_mask"].case.model_dump(), "softcap": 5.0})
+    )
+    statuses = [(r.level, r.status) for r in run_probe(MATH, capped, "cpu", try_declared=True)]
+    assert statuses == [("static", "fail"), ("construct", "fail")]  # the plan refuses what the rule refuses
+
+
+def test_a_worker_whose_device_is_lost_gets_a_successor_and_no_probe_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It exits before probe 2 of each task: the second worker starts there.
+    stand_in(tmp_path, monkeypatch, CHOSEN, at=2, accident="os._exit(75) if len(tasks) == 4 else None")
+    worker = tmp_path / "worker"
+    text = worker.read_text().replace(
+        "for probe in json.load(sys.stdin)['probes']:", "tasks = json.load(sys.stdin)['probes']\nfor probe in tasks:"
+    )
+    worker.write_text(text)
+    results = probe_all((MATH,), CHOSEN, device="cpu", timeout_s=30.0)
+    assert [r.status for r in results if r.level == "execute"] == ["pass"] * 4
+
+
+def test_what_the_budget_leaves_is_unknown_and_not_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, monkeypatch, CHOSEN, at=1, accident="time.sleep(300)")
+    results = probe_all((MATH,), CHOSEN, device="cpu", timeout_s=30.0, budget_s=4.0)
+    left = [outcome(results, n) for n in ("long_prefill", "single_decode", "paged_kv")]
+    assert outcome(results, "short_prefill").status == "pass"
+    assert {(r.status, r.reasons[0].code) for r in left} == {("unknown", Code.NOT_PROBED)}
+
+
+def test_warnings_of_pytorch_become_one_line() -> None:
+    text = (
+        "[W1129 10:00:00.0 sdp_utils.cpp:200] Warning: Flash attention requires head dim <= 256. Got 320. "
+        "(function check_flash_attention_head_dim_size)\n"
+    )
+    assert sdpa_says.tidy(text) == "Flash attention requires head dim <= 256. Got 320."
+
+
+def test_pytorch_is_not_asked_about_a_cpu_or_another_library() -> None:
+    one = probes()["single_decode"].case
+    assert sdpa_says.refusal(FLASH, one, "cpu") is None
+    assert sdpa_says.refusal("flashinfer:fa2", one, "cuda") is None

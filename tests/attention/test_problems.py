@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from attention.backends.base import member_keys
 from attention.backends.oracle import attend
 from attention.cases import AttentionCase
 from attention.replay.problems import INPUTS, Inputs, Problem, make
 
 
-def case(batch: str = "q5s40_q1s33_q20", page_size: int | None = 16) -> AttentionCase:
-    return AttentionCase(
-        phase="extend",
-        batch=batch,
-        heads_q=4,
-        heads_kv=2,
-        head_dim_qk=16,
-        head_dim_vo=24,
-        dtype="float32",
-        layout="paged_nhd" if page_size else "ragged",
-        page_size=page_size,
-    )
+def case(batch: str = "q5s40_q1s33_q20", **changes: Any) -> AttentionCase:
+    fields: dict[str, Any] = {"phase": "extend", "heads_q": 4, "heads_kv": 2, "head_dim_qk": 16, "head_dim_vo": 24}
+    return AttentionCase(batch=batch, dtype="float32", **{**fields, **changes})
 
 
 def slots(problem: Problem, member: int) -> torch.Tensor:
-    page = problem.batch.page_size
+    page = problem.batch.page_size or 1
     table = problem.batch.block_tables[member]
     return torch.tensor([table[i // page] * page + i % page for i in range(problem.batch.kv_lens[member])])
 
@@ -37,7 +30,7 @@ def slots(problem: Problem, member: int) -> torch.Tensor:
 def test_the_same_seed_gives_the_same_problem(inputs: Inputs) -> None:
     one, again, other = (make(case(), inputs, seed) for seed in (3, 3, 4))
     assert one.batch == again.batch
-    for name in ("q_THD", "k_NPGD", "v_NPGD"):
+    for name in ("q_THD", "k", "v"):
         left, right = getattr(one, name), getattr(again, name)
         assert torch.equal(left.nan_to_num(-99), right.nan_to_num(-99))
     assert torch.equal(one.truth.out_QHD, again.truth.out_QHD)
@@ -48,7 +41,7 @@ def test_unused_slots_hold_nan_and_used_ones_do_not() -> None:
     problem = make(case(), "normal", 0)
     used = torch.cat([slots(problem, i) for i in range(3)])
     assert len(set(used.tolist())) == 40 + 33 + 20, "no slot belongs to two members"
-    for cache in (problem.k_NPGD, problem.v_NPGD):
+    for cache in (problem.k, problem.v):
         flat = cache.flatten(0, 1)
         assert torch.isfinite(flat[used]).all()
         rest = torch.ones(len(flat), dtype=torch.bool)
@@ -68,7 +61,7 @@ def test_the_truth_is_that_of_the_pages() -> None:
     for i, q_len in enumerate(problem.batch.q_lens):
         at = slots(problem, i)
         q = problem.q_THD[row : row + q_len]
-        one = attend(q, problem.k_NPGD.flatten(0, 1)[at], problem.v_NPGD.flatten(0, 1)[at], problem.spec)
+        one = attend(q, problem.k.flatten(0, 1)[at], problem.v.flatten(0, 1)[at], problem.spec)
         assert torch.equal(problem.truth.out_QHD[row : row + q_len], one.out_QHD)
         row += q_len
     assert row == len(problem.q_THD)
@@ -82,7 +75,7 @@ def test_a_needle_that_is_lost_changes_the_answer_where_random_inputs_hide_it(lo
         at = slots(problem, 0)
         keep = torch.tensor([i for i in range(1000) if i != lost])
         spec = replace(problem.spec, causal=False)
-        k, v = (cache.flatten(0, 1)[at][keep] for cache in (problem.k_NPGD, problem.v_NPGD))
+        k, v = (cache.flatten(0, 1)[at][keep] for cache in (problem.k, problem.v))
         without = attend(problem.q_THD, k, v, spec).out_QHD
         effects[inputs] = float((without - problem.truth.out_QHD).norm() / problem.truth.out_QHD.norm())
     assert effects["needle"] > 0.1 > effects["normal"]
@@ -91,7 +84,7 @@ def test_a_needle_that_is_lost_changes_the_answer_where_random_inputs_hide_it(lo
 def test_the_last_query_of_a_prompt_has_a_needle_at_the_last_key() -> None:
     problem = make(case("q40s300"), "needle", 2)
     at = slots(problem, 0)[:-1]
-    k, v = (cache.flatten(0, 1)[at] for cache in (problem.k_NPGD, problem.v_NPGD))
+    k, v = (cache.flatten(0, 1)[at] for cache in (problem.k, problem.v))
     without = attend(problem.q_THD[-1:], k, v, problem.spec).out_QHD[0]
     exact = problem.truth.out_QHD[-1]
     assert float((without - exact).norm() / exact.norm()) > 0.1
@@ -106,6 +99,34 @@ def test_the_default_scale_is_that_of_the_head_dim() -> None:
     assert make(case(), "normal", 0).spec.scale == 1 / math.sqrt(16)
 
 
-def test_a_case_without_pages_is_refused() -> None:
-    with pytest.raises(ValueError, match="page size"):
-        make(case(page_size=None), "normal", 0)
+@pytest.mark.parametrize("kv_dtype", ["auto", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("layout", ["paged_nhd", "paged_hnd", "ragged", "contiguous"])
+def test_every_layout_holds_the_keys_that_the_truth_was_made_of(layout: str, kv_dtype: str) -> None:
+    page = 16 if layout.startswith("paged") else None
+    problem = make(case(layout=layout, page_size=page, kv_dtype=kv_dtype, alibi=True, sinks=True), "normal", 3)
+    spec, batch, row = problem.spec, problem.batch, 0
+    for member, q_len in enumerate(batch.q_lens):
+        k, v = (member_keys(cache, batch, member) for cache in (problem.k, problem.v))
+        assert k.dtype == (torch.float32 if kv_dtype == "auto" else getattr(torch, kv_dtype))
+        truth = attend(problem.q_THD[row : row + q_len], k, v, spec)
+        torch.testing.assert_close(truth.out_QHD, problem.truth.out_QHD[row : row + q_len])
+        row += q_len
+
+
+def test_a_sink_takes_its_share_of_every_row() -> None:
+    spec = replace(make(case(), "normal", 0).spec, sinks=(100.0,) * case().heads_q)
+    problem = make(case(), "normal", 0)
+    k, v = (member_keys(cache, problem.batch, 0) for cache in (problem.k, problem.v))
+    truth = attend(problem.q_THD[: problem.batch.q_lens[0]], k, v, spec)
+    assert float(truth.out_QHD.abs().max()) < 1e-9
+    torch.testing.assert_close(truth.lse_QH, torch.full_like(truth.lse_QH, 100.0))
+
+
+def test_a_custom_mask_narrows_what_causal_leaves() -> None:
+    one = case(custom_mask=True)
+    problem = make(one, "normal", 5)
+    assert problem.batch.masks is not None
+    k, v = (member_keys(cache, problem.batch, 0) for cache in (problem.k, problem.v))
+    q = problem.q_THD[: problem.batch.q_lens[0]]
+    assert torch.equal(attend(q, k, v, problem.spec, problem.batch.masks[0]).out_QHD, problem.truth.out_QHD[: len(q)])
+    assert not torch.equal(attend(q, k, v, problem.spec).out_QHD, problem.truth.out_QHD[: len(q)])

@@ -12,8 +12,9 @@ from attention.cases import phase_of
 from attention.dispatch import FallbackEvent
 from attention.errors import UserError
 from attention.faults import SLOW_DECODE, check_fault, slow_decode_pause_s
+from attention.limits import Limits
 from attention.sampling import SamplingParams
-from attention.scheduler import Generation, Limits, QueueFullError, Scheduler
+from attention.scheduler import Generation, QueueFullError, Scheduler
 from tests.attention.fake_runner import FakeRunner, expected_tokens
 
 SMALL = Limits(max_running=4, max_step_tokens=16, prefill_chunk=8, max_queue=64, max_output_tokens=64)

@@ -15,8 +15,8 @@ import httpx
 import pyarrow.parquet as pq
 import uvicorn
 
+from attention.limits import Limits
 from attention.probe import ProbeResult
-from attention.scheduler import Limits
 from attention.serve.app import create_app
 from attention.serve.engine import Engine
 from attention.serve.metrics import Metrics

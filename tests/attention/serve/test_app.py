@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from attention.faults import SLOW_DECODE
-from attention.scheduler import Limits
+from attention.limits import Limits
 from attention.serve.app import MAX_BODY_BYTES, is_shadow
 from tests.attention.fake_runner import EOS, FakeRunner, expected_tokens
 from tests.attention.serve.fake_instance import INSTANCE, Running, serving

@@ -1,0 +1,166 @@
+"""Host overhead of the dispatcher's last step: a planned `run` against the call that a user would write.
+
+    python -m attention bench dispatch --backend torch_sdpa:flash --device cuda [--calls 20000] [--json]
+
+Both calls do the same work on the same tensors; what `run` takes longer on the host is the price of governance.
+Pairs of calls in alternating order (A B, B A, ...), so that both see the same minutes of the same machine; the
+figure is the median, since a host is interrupted often and late. On a GPU the calls are asynchronous: a sync every
+few calls, outside the clock, keeps the launch queue from filling, or a call would wait for the device.
+
+A CUDA graph replays without the host, so there the overhead must be nothing at all: both are captured and
+their nodes counted, and they must be equally many.
+
+A backend module takes part by a function `library_call(planned, q, k, v) -> Callable`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from attention import confirm
+from attention.backends import create
+from attention.backends.base import Backend, Planned
+from attention.cases import AttentionCase
+from attention.errors import UserError
+from attention.replay.problems import Problem, make
+
+#: Calls between two syncs: well below the about 1,000 launches that a stream's queue holds.
+SYNC_EVERY = 16
+#: Default number of pairs. A call on the CPU takes the kernel's time too, so fewer fit into a minute.
+DEFAULT_CALLS = {"cuda": 20_000, "cpu": 2_000}
+_WARM_UP = 20
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Medians over `calls` pairs, in microseconds of host time; nodes are None without a GPU."""
+
+    backend: str
+    case_id: str
+    calls: int
+    run_us: float
+    library_us: float
+    overhead_us: float  # median of the paired differences
+    run_nodes: int | None = None
+    library_nodes: int | None = None
+
+    @property
+    def nodes_equal(self) -> bool | None:
+        return None if self.run_nodes is None else self.run_nodes == self.library_nodes
+
+
+def library_call_of(planned: Planned, problem: Problem) -> Callable[[], Any]:
+    """The plain call of the module that made this plan. UserError when it offers none."""
+    module = importlib.import_module(type(planned).__module__)
+    offered = getattr(module, "library_call", None)
+    if offered is None:
+        raise UserError(f"{planned.backend}: {module.__name__} has no library_call to compare with")
+    call: Callable[[], Any] = offered(planned, problem.q_THD, problem.k, problem.v)
+    return call
+
+
+def measure(backend: str, case: AttentionCase, *, device: str, calls: int | None = None) -> Overhead:
+    """Host overhead of one backend on one case. UserError when the backend cannot run it or has no plain call."""
+    found = create(backend, device)
+    if reasons := found.check(case):
+        raise UserError(f"{backend} cannot run {case.case_id}: {'; '.join(map(str, reasons))}")
+    problem = make(case, "normal", 1, device=device)
+    planned = found.plan(problem.batch, problem.spec)
+    library = library_call_of(planned, problem)
+
+    def run() -> Any:
+        return planned.run(problem.q_THD, problem.k, problem.v)
+
+    is_cuda = device.startswith("cuda")
+    num_calls = calls or DEFAULT_CALLS["cuda" if is_cuda else "cpu"]
+    with torch.inference_mode():
+        run_ns, library_ns = pairs(run, library, num_calls, torch.cuda.synchronize if is_cuda else lambda: None)
+        run_nodes, library_nodes = _nodes(found, problem, planned) if is_cuda else (None, None)
+    return Overhead(
+        backend=backend,
+        case_id=case.case_id,
+        calls=num_calls,
+        run_us=statistics.median(run_ns) / 1e3,
+        library_us=statistics.median(library_ns) / 1e3,
+        overhead_us=statistics.median(a - b for a, b in zip(run_ns, library_ns, strict=True)) / 1e3,
+        run_nodes=run_nodes,
+        library_nodes=library_nodes,
+    )
+
+
+def _nodes(found: Backend, problem: Problem, planned: Planned) -> tuple[int, int]:
+    """Nodes of both calls, captured: planned for a graph where the backend can, else as it is."""
+    with contextlib.suppress(UserError):
+        planned = found.plan(problem.batch, problem.spec, graph=True)
+    library = library_call_of(planned, problem)
+    run_graph = captured(lambda: planned.run(problem.q_THD, problem.k, problem.v))
+    return confirm.graph_nodes(run_graph).num_nodes, confirm.graph_nodes(captured(library)).num_nodes
+
+
+def pairs(
+    run: Callable[[], Any], library: Callable[[], Any], calls: int, sync: Callable[[], None]
+) -> tuple[list[int], list[int]]:
+    """Host nanoseconds of each call of both, paired; who goes first alternates."""
+    for _ in range(_WARM_UP):
+        run()
+        library()
+    sync()
+    taken: tuple[list[int], list[int]] = ([], [])
+    clock = time.perf_counter_ns
+    both = (run, library)
+    for i in range(calls):
+        for which in (0, 1) if i % 2 == 0 else (1, 0):
+            call = both[which]
+            started = clock()
+            call()
+            taken[which].append(clock() - started)
+        if i % (SYNC_EVERY // 2) == SYNC_EVERY // 2 - 1:
+            sync()
+    sync()
+    return taken
+
+
+def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """The call in a CUDA graph whose nodes can be read; warmed up first on a side stream, as capture demands."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def cases(batches: tuple[str, ...], dtype: str) -> list[AttentionCase]:
+    """Small cases of one Llama layer over pages: the smaller the kernel, the plainer the host's time."""
+    shape: dict[str, Any] = {"heads_q": 32, "heads_kv": 8, "head_dim_qk": 128, "head_dim_vo": 128, "dtype": dtype}
+    return [
+        AttentionCase(phase="decode" if batch.startswith("q1s") else "prefill", batch=batch, **shape)
+        for batch in batches
+    ]
+
+
+def table(rows: list[Overhead]) -> list[str]:
+    """For a person: one line a backend and case, medians in microseconds."""
+    lines = [f"{'backend':22} {'case':44} {'run us':>9} {'library us':>11} {'overhead us':>12}  graph nodes"]
+    for row in rows:
+        nodes = "-" if row.run_nodes is None else f"{row.run_nodes} against {row.library_nodes}"
+        figures = f"{row.run_us:9.2f} {row.library_us:11.2f} {row.overhead_us:12.2f}"
+        lines.append(f"{row.backend:22} {row.case_id:44} {figures}  {nodes}")
+    return lines
+
+
+def document(rows: list[Overhead]) -> list[dict[str, Any]]:
+    """As JSON for machines."""
+    return [{**asdict(row), "nodes_equal": row.nodes_equal} for row in rows]

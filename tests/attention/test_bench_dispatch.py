@@ -1,0 +1,132 @@
+"""Host overhead: both calls do the same work, in alternating order, and graphs of both are equally large."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from attention import bench_dispatch
+from attention.__main__ import main
+from attention.backends import create
+from attention.backends.base import Planned
+from attention.backends.torch_sdpa import library_call
+from attention.bench_dispatch import SYNC_EVERY, Overhead, cases, library_call_of, measure, pairs, table
+from attention.cases import AttentionCase
+from attention.errors import UserError
+from attention.replay.problems import Problem, make
+
+
+def planned_of(case: AttentionCase, kernel: str = "flash") -> tuple[Planned, Problem]:
+    problem = make(case, "normal", 3)
+    return create(f"torch_sdpa:{kernel}").plan(problem.batch, problem.spec), problem
+
+
+@pytest.mark.parametrize("kernel", ["flash", "math"])
+@pytest.mark.parametrize("batch", ["q1s70", "q33"])
+def test_the_plain_call_gives_what_the_planned_run_gives(kernel: str, batch: str) -> None:
+    planned, problem = planned_of(cases((batch,), "float32")[0], kernel)
+    out_THD, _ = planned.run(problem.q_THD, problem.k, problem.v)
+    plain_BHQD = library_call_of(planned, problem)()
+    torch.testing.assert_close(plain_BHQD[0].transpose(0, 1), out_THD, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out_THD.double(), problem.truth.out_QHD, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": "2q1s64"}, "one member, not for 2"),
+        ({"batch": "q5s64", "phase": "extend"}, "no mask beyond is_causal"),
+        ({"window": (7, 0)}, "no mask beyond is_causal"),
+    ],
+)
+def test_what_has_no_plain_call_is_refused(changes: dict[str, Any], message: str) -> None:
+    case = AttentionCase.model_validate({**cases(("q1s64",), "float32")[0].model_dump(), **changes})
+    planned, problem = planned_of(case)
+    with pytest.raises(UserError, match=message):
+        library_call(planned, problem.q_THD, problem.k, problem.v)
+
+
+def test_a_backend_module_without_a_plain_call_is_named() -> None:
+    _, problem = planned_of(cases(("q1s64",), "float32")[0])
+    with pytest.raises(UserError, match=r"attention\.backends\.base has no library_call"):
+        library_call_of(Planned("x:y", problem.batch, problem.spec), problem)
+
+
+def test_pairs_alternate_and_the_queue_is_drained_before_it_fills() -> None:
+    events: list[str] = []
+
+    def named(name: str) -> Callable[[], None]:
+        return lambda: events.append(name)
+
+    run_ns, library_ns = pairs(named("run"), named("library"), 64, named("sync"))
+    assert len(run_ns) == len(library_ns) == 64
+    assert all(taken >= 0 for taken in run_ns + library_ns)
+    text = " ".join(events)
+    timed = text.split("sync ", 1)[1]
+    assert timed.startswith("run library library run run library")
+    between = [part.split() for part in timed.split("sync") if part.strip()]
+    assert max(map(len, between)) == SYNC_EVERY
+    assert sum(map(len, between)) == 128
+
+
+def test_the_clock_sees_what_the_planned_run_takes_longer() -> None:
+    import time
+
+    run_ns, library_ns = pairs(lambda: time.sleep(0.002), lambda: None, 30, lambda: None)
+    assert sorted(run_ns)[15] - sorted(library_ns)[15] > 1_500_000
+
+
+def test_medians_of_a_backend_on_the_cpu_have_no_graph() -> None:
+    row = measure("torch_sdpa:flash", cases(("q1s64",), "float32")[0], device="cpu", calls=30)
+    assert row.calls == 30
+    assert row.run_us > 0
+    assert row.library_us > 0
+    assert (row.run_nodes, row.library_nodes, row.nodes_equal) == (None, None, None)
+
+
+def test_a_backend_that_cannot_run_the_case_says_why() -> None:
+    with pytest.raises(UserError, match=r"torch_sdpa:cudnn cannot run decode-q1s64.*no declared rules for cpu"):
+        measure("torch_sdpa:cudnn", cases(("q1s64",), "float32")[0], device="cpu", calls=1)
+
+
+def test_the_table_has_columns_and_the_document_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["bench", "dispatch", "--backend", "torch_sdpa:math", "--batch", "q1s32", "--calls", "10"]
+    assert main(argv) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split() == ["backend", "case", "run", "us", "library", "us", "overhead", "us", "graph", "nodes"]
+    assert row.startswith("torch_sdpa:math        decode-q1s32-h32/8")
+    assert main([*argv, "--json"]) == 0
+    (document,) = json.loads(capsys.readouterr().out)
+    assert set(document) == {*Overhead.__dataclass_fields__, "nodes_equal"}
+
+
+def test_kernels_of_a_family_that_cannot_run_here_are_passed_over_and_a_named_one_is_an_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "dispatch", "--batch", "q1s32", "--calls", "2"]) == 0
+    seen = capsys.readouterr()
+    assert [line.split()[0] for line in seen.out.splitlines()[1:]] == ["torch_sdpa:flash", "torch_sdpa:math"]
+    assert "left out: torch_sdpa:cudnn" in seen.err
+    assert main(["bench", "dispatch", "--backend", "torch_sdpa:cudnn", "--calls", "2"]) == 2
+    assert main(["bench", "dispatch", "--calls", "0"]) == 2
+    assert "--calls 0: at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("nodes", "code"), [((5, 5), 0), ((6, 5), 1)])
+def test_graphs_of_unequal_size_fail(monkeypatch: pytest.MonkeyPatch, nodes: tuple[int, int], code: int) -> None:
+    one = Overhead("torch_sdpa:flash", "case", 10, 2.0, 1.0, 1.0, *nodes)
+    monkeypatch.setattr(bench_dispatch, "measure", lambda *args, **kwargs: one)
+    assert main(["bench", "dispatch", "--backend", "torch_sdpa:flash", "--batch", "q1s32"]) == code
+    assert table([one])[1].endswith(f"{nodes[0]} against {nodes[1]}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["flash", "cudnn", "math"])
+def test_a_captured_run_has_as_many_nodes_as_the_plain_call(kernel: str) -> None:
+    for case in cases(("q1s512", "q64"), "bfloat16"):
+        row = measure(f"torch_sdpa:{kernel}", case, device="cuda", calls=200)
+        assert row.nodes_equal, row
