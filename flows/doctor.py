@@ -246,7 +246,7 @@ def _lake() -> Iterator[Finding]:
             counts = [lake.rows(f"select count(*) from {table}")[0][0] for table in SCHEMAS]  # noqa: S608
     except Exception as error:  # DuckDB's message names the file
         remedy = "move the file that the message names out of the lake"
-        yield Finding(check="lake", status="fail", found=str(error)[:300], remedy=remedy)
+        yield Finding(check="lake", status="fail", found=str(error)[:600], remedy=remedy)
     else:
         yield Finding(check="lake", status="ok", found=f"{sum(counts)} rows readable at {folder}")
 

@@ -42,6 +42,7 @@ outside = pytest.mark.skipif(INTERPRETED, reason="the interpreter's own process"
 
 
 @outside
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tests marked gpu run the kernels themselves")
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_the_kernels_hold_in_the_interpreter() -> None:
