@@ -109,8 +109,6 @@ class _Handlers:
         self._require_model(body.model)
         text = self._render(body, tools_off=neutral.get("tool_choice") == "none")
         ids = await self._encode(text, add_special_tokens=False)
-        if None not in (body.max_tokens, body.max_completion_tokens):
-            raise ApiError(400, "send max_tokens or max_completion_tokens, not both", param="max_tokens")
         max_tokens = body.max_tokens or body.max_completion_tokens or self._largest_answer(len(ids))
         return await self._answer(request, call, body, text, ids, max_tokens)
 

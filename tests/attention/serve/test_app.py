@@ -62,6 +62,14 @@ def test_a_chat_goes_through_the_chat_template(shared: Running) -> None:
     assert message == {"role": "assistant", "content": answer_of("<user>hello\n<assistant>", 5)}
 
 
+def test_a_developer_is_a_system(shared: Running) -> None:
+    def answer(role: str) -> Any:
+        messages = [{"role": role, "content": "be brief"}, *CHAT["messages"]]
+        return shared.post("/v1/chat/completions", {**CHAT, "messages": messages}).json()["choices"]
+
+    assert answer("developer") == answer("system")
+
+
 def test_content_in_parts_is_joined_and_a_prompt_may_be_tokens(shared: Running) -> None:
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     in_parts = shared.post("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": parts}]})
@@ -186,6 +194,12 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": 3}, "temperature", "less than or equal to 2"),
     ({"top_p": -1}, "top_p", "greater than or equal to 0"),
     ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": True}, "max_tokens", "valid integer"),
+    ({"max_tokens": "4"}, "max_tokens", "valid integer"),
+    ({"max_tokens": 4.0}, "max_tokens", "valid integer"),
+    ({"temperature": "0"}, "temperature", "valid number"),
+    ({"stream": "yes"}, "stream", "valid boolean"),
+    ({"seed": True}, "seed", "valid integer"),
     ({"seed": 2**70}, "seed", ""),
     ({"prompt": None}, "prompt", ""),
     ({"prompt": {"a": 1}}, "prompt", ""),
