@@ -126,6 +126,7 @@ class _Handlers:
         return JSONResponse(health, status_code=200 if health["ready"] else 503)
 
     async def metrics(self) -> Response:
+        self._service.metrics.observe_pages(self._service.engine.kv_pages)
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def fingerprint(self) -> Response:
