@@ -70,7 +70,6 @@ class Message(BaseModel):
             raise ValueError("only text parts can be replayed")
         return "".join(part["text"] for part in value)
 
-
     def for_template(self) -> dict[str, Any]:
         """As the server hands it to the chat template: `developer` is `system`."""
         role = "system" if self.role == "developer" else self.role

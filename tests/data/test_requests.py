@@ -123,7 +123,10 @@ def test_a_corrupt_line_is_reported_with_its_number_and_the_rest_goes_on(tmp_pat
         (request(body=body(max_completion_tokens=4)), "send max_tokens or max_completion_tokens, not both"),
         (request(body=body(seed="1")), "seed"),
         (request(body=body(messages=[{"role": "user", "content": "x", "mood": "good"}])), "mood"),
-        (request(url="/v1/completions", body={"model": "m", "prompt": "a", "max_tokens": 2, "best_of": 2}), "best_of=2"),
+        (
+            request(url="/v1/completions", body={"model": "m", "prompt": "a", "max_tokens": 2, "best_of": 2}),
+            "best_of=2",
+        ),
         (b'{"custom_id": "\\ud800"}', "Invalid JSON"),
         (b"[" * 100_000, "Invalid JSON"),
     ],

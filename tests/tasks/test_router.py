@@ -55,7 +55,9 @@ class Client:
     def __init__(self, port: int) -> None:
         self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
 
-    def ask(self, *, session: str = "", request_id: str = "", stream: bool = False, tokens: int = 4, **more: str) -> Answer:
+    def ask(
+        self, *, session: str = "", request_id: str = "", stream: bool = False, tokens: int = 4, **more: str
+    ) -> Answer:
         headers = {"content-type": "application/json", "x-attention-role": "a client may not choose", **more}
         if session:
             headers["x-session-id"] = session
