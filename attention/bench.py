@@ -121,13 +121,14 @@ def _model_step(runner: Runner, case: AttentionCase) -> Callable[[], Any]:
 
 def serve(job: BenchJob, source: IO[str], sink: IO[str]) -> None:
     """Answer commands until the source ends. A command that fails is answered with its error."""
-    from attention.startup import decide, load
+    from attention.startup import decide, identify, load
 
     torch.set_num_threads(job.setup.num_threads)
     dispatcher = decide(job.setup, [])
     runner = load(job.setup, dispatcher) if job.with_model else None
     bench = Bench(dispatcher, job.setup.device, runner)
-    print(json.dumps({"ready": True, "resolved": dispatcher.resolved}), file=sink, flush=True)
+    ready = {"ready": True, "resolved": dispatcher.resolved, "fingerprint_id": identify(job.setup, dispatcher).id}
+    print(json.dumps(ready), file=sink, flush=True)
     for line in source:
         try:
             answer = bench.run(BenchCommand.model_validate_json(line))

@@ -51,6 +51,20 @@ KV_DTYPE_ALIASES: dict[str, str] = {
     "fp8_e5m2": "float8_e5m2",
 }
 
+#: Shapes of the tensor replay, (phase, batch). Lengths sit on and beside page and tile borders, where kernels go wrong.
+REPLAY_SHAPES: tuple[tuple[Phase, str], ...] = (
+    ("prefill", "q17"),
+    ("prefill", "q64_q33"),
+    ("prefill", "q257"),
+    ("decode", "q1s63"),
+    ("decode", "4q1s129"),
+    ("decode", "q1s16_q1s255_q1s1000"),
+    ("extend", "q16s144"),
+    ("extend", "q48s49_q5s300"),
+)
+Inputs = Literal["normal", "needle", "large_logit"]
+REPLAY_INPUTS: tuple[Inputs, ...] = ("normal", "needle", "large_logit")
+
 
 class Sequence(BaseModel):
     """Query and KV length of one member of a batch, in tokens."""
@@ -84,6 +98,11 @@ def parse_batch(text: str) -> tuple[Sequence, ...]:
         kv_len = q_len if match["kv"] is None else int(match["kv"]) * (1024 if match["kvk"] else 1)
         members.extend([Sequence(q_len=q_len, kv_len=kv_len)] * int(match["count"] or 1))
     return tuple(members)
+
+
+def replay_shapes(max_kv_len: int) -> list[tuple[Phase, str]]:
+    """The shapes whose longest member fits into `max_kv_len`."""
+    return [(phase, batch) for phase, batch in REPLAY_SHAPES if max(m.kv_len for m in parse_batch(batch)) <= max_kv_len]
 
 
 def window_of_hf(sliding_window: int) -> Window:

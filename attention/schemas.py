@@ -18,6 +18,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from attention.private import private_folder
+
 SCHEMA_VERSION = 1
 
 _STR, _INT, _REAL, _BOOL = pa.string(), pa.int64(), pa.float64(), pa.bool_()
@@ -227,8 +229,7 @@ def write_rows(lake: Path, table: str, rows: Iterable[Mapping[str, Any]], *, rel
         materialised.append({**row, "release_id": release_id})
     if not materialised:
         return None
-    folder = lake / table / f"release_id={release_id}"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = private_folder(lake / table / f"release_id={release_id}")
     name = uuid.uuid4().hex
     # The dot keeps the unfinished file out of every `*.parquet` glob.
     temporary, final = folder / f".{name}.tmp", folder / f"{name}.parquet"

@@ -2,7 +2,9 @@
 
 The file is JSON Lines in OpenAI's batch form (`custom_id`, `method`, `url`, `body`) with four columns
 beside it: `t_s` (arrival, seconds), `session_id`, `category`, `language`. A line that cannot be used is
-counted with its number and the reason, and the rest goes on: no line vanishes silently.
+counted with its number and the reason, and the rest goes on: no line vanishes silently. What the server
+would answer with 400 (`n=2`, `logprobs`, an unknown field) is such a line: played, it would count as a
+request that the candidate lost.
 
     traffic = read_traffic(path)
     requests = scale(traffic, plan.traffic, tokenizer)
@@ -11,6 +13,7 @@ counted with its number and the reason, and the rest goes on: no line vanishes s
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ from typing import Any, Literal, Protocol
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from attention.cases import shape_bucket
+from attention.serve.protocol import ApiError, ChatBody, CompletionBody, parse
 from data.jsonl import Rejected, read_jsonl
 from data.plan import TrafficScale
 
@@ -66,6 +70,11 @@ class Message(BaseModel):
             raise ValueError("only text parts can be replayed")
         return "".join(part["text"] for part in value)
 
+    def for_template(self) -> dict[str, Any]:
+        """As the server hands it to the chat template: `developer` is `system`."""
+        role = "system" if self.role == "developer" else self.role
+        return {**self.model_dump(exclude_none=True), "role": role}
+
 
 class RequestBody(BaseModel):
     """What the client posts. Keys beyond these (`top_p`, `seed`, `stop`, ...) are kept as they came."""
@@ -107,6 +116,15 @@ class TrafficRequest(BaseModel):
         wanted = "messages" if self.endpoint == "/v1/chat/completions" else "prompt"
         if not getattr(self.body, wanted):
             raise ValueError(f"body.{wanted} is missing or empty, and {self.endpoint} needs it")
+        return self
+
+    @model_validator(mode="after")
+    def _is_taken_by_the_server(self) -> TrafficRequest:
+        kind = ChatBody if self.endpoint == "/v1/chat/completions" else CompletionBody
+        try:
+            parse(json.dumps(self.payload()).encode(), kind)
+        except ApiError as error:
+            raise ValueError(f"body: the server refuses it: {error.message}") from error
         return self
 
     def payload(self) -> dict[str, Any]:
@@ -247,7 +265,7 @@ def _num_template_tokens(
 def _render(messages: Sequence[Message], tools: tuple[dict[str, Any], ...] | None, tokenizer: Tokenizer) -> str:
     return str(
         tokenizer.apply_chat_template(
-            [message.model_dump(exclude_none=True) for message in messages],
+            [message.for_template() for message in messages],
             tools=list(tools) if tools else None,
             tokenize=False,
             add_generation_prompt=True,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attention.errors import UserError, piped
+from attention.private import private_folder
 from flows.telemetry import silence
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def _run_flow(
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
     # Prefect makes the folder itself, but not its parents.
-    Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)
+    private_folder(Path(os.environ["PREFECT_HOME"]))
     from flows import prefect_server
     from flows import release as module
     from tasks.lifecycle import ReleaseResult

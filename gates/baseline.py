@@ -17,9 +17,11 @@ from data.lake import Lake
 from data.plan import Plan
 from gates import statistics
 from gates.evaluate import Note, evaluate, load_suite
+from gates.fingerprint import measured_rows
 from gates.thresholds import Limits, load_limits
 from gates.verdict import Check, fail_closed
 
+TABLES = ("perf_samples", "perf_cells")
 REQUIRED = (("prefill", "kernel_s"), ("decode", "kernel_s"))
 
 # A cell that was measured again replaces its earlier row. A null weight or bound makes the sums null.
@@ -32,6 +34,7 @@ with cells as (
 select count(*) as num_cells,
   case when count(weight) = count(*) then sum(weight) end as weight,
   strict_min(num_blocks) as num_blocks,
+  count(*) filter (least(ratio, ratio_low, ratio_high) <= 0 or weight < 0) as num_impossible,
   case when count(ratio) = count(*) then sum(weight * ratio) / sum(weight) end as ratio,
   case when count(ratio_low) = count(*) then sum(weight * ratio_low) / sum(weight) end as ratio_low,
   case when count(ratio_high) = count(*) then sum(weight * ratio_high) / sum(weight) end as ratio_high,
@@ -63,7 +66,8 @@ def judge(lake: Path, release_id: str, plan: Plan) -> list[Check]:
         samples = tables.frame(_SAMPLES, release=release_id)
         num = int(samples.iloc[0]["num_samples"])
         notes = {"confirmed": Note(f"1 sample of {num}", num, str(samples.iloc[0]["others"]))}
-        checks = evaluate(load_suite("baseline_samples"), samples, limits, notes)
+        checks = measured_rows(tables, release_id, limits, TABLES)
+        checks += evaluate(load_suite("baseline_samples"), samples, limits, notes)
         groups = tables.rows(_GROUPS, release=release_id)
         for family, metric in dict.fromkeys((*REQUIRED, *groups)):
             frame = tables.frame(
@@ -86,6 +90,7 @@ def _family_checks(family: str, metric: str, frame: pd.DataFrame, limits: Limits
     slower = f"1 cell of {num}, +{statistics.percent(limits.value('cell_ratio') - 1)}"
     notes = {
         "blocks": Note(f"1 of {num} cells", num),
+        "figures": Note(f"1 of {num} cells", num, "a ratio of two times, or a weight, that is not above zero"),
         "ratio": Note(statistics.effect_phrase(f"{family} {metric}", effect), num, covered),
         "worst_cell": Note(slower, num, str(row["slow_case"])),
     }

@@ -1,21 +1,22 @@
 """Gate of the fingerprint stage: is it known what is judged, and did it stay the same?
 
 Each side must have one fingerprint id, and every row that a side measured so far must carry it. Control
-runs the champion's environment and so carries the champion's id. Called again after a resume, the gate
-finds an environment that changed between two shards.
+runs the champion's environment and so carries the champion's id. The probe, replay and baseline gates ask
+the same of the rows that they judge (`measured_rows`): an environment may change between two stages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from data.lake import Lake
 from data.plan import Plan
 from gates.evaluate import Note, evaluate, load_suite
-from gates.thresholds import load_limits
+from gates.thresholds import Limits, load_limits
 from gates.verdict import Check, fail_closed
 
-_MEASURED = ("probes", "tensor_replay", "model_replay", "business_replay", "perf_samples", "requests")
+MEASURED = ("probes", "tensor_replay", "model_replay", "business_replay", "perf_samples", "perf_cells", "requests")
 
 _SIDES = """
 with sides as (select unnest(['champion', 'candidate']) as side),
@@ -31,13 +32,8 @@ select count(*) filter (coalesce(num_ids, 0) = 0) as missing_sides,
 from sides left join known using (side)
 """
 
-_ROWS = " union all ".join(
-    f"select '{table}' as source, side, fingerprint_id from {table} where release_id = $release"  # noqa: S608
-    for table in _MEASURED
-)
-
-_FOREIGN = f"""
-with measured as ({_ROWS}),
+_FOREIGN = """
+with measured as ({rows}),
 known as (
   select case side when 'champion' then 'champion' else 'candidate' end as side, fingerprint_id
   from fingerprints where release_id = $release and trim(fingerprint_id) <> ''
@@ -46,9 +42,9 @@ select count(*) as num_rows,
   count(*) filter (not exists (
     select 1 from known where known.fingerprint_id = measured.fingerprint_id
       and known.side = case measured.side when 'candidate' then 'candidate' else 'champion' end
-  )) as foreign_rows
+  ))::double as foreign_rows
 from measured
-"""  # noqa: S608 - table names are constants
+"""
 
 
 @fail_closed("fingerprint")
@@ -57,15 +53,27 @@ def judge(lake: Path, release_id: str, plan: Plan) -> list[Check]:
     limits = load_limits("fingerprint", plan.name)
     with Lake(lake, release_id=release_id) as tables:
         frame = tables.frame(_SIDES, release=release_id)
-        [(num_rows, num_foreign)] = tables.rows(_FOREIGN, release=release_id)
         [(num_fingerprints,)] = tables.rows(
             "select count(*) from fingerprints where release_id = $release", release=release_id
         )
-    frame["foreign_rows"] = float(num_foreign)
+        rows = measured_rows(tables, release_id, limits, MEASURED, num_fingerprints)
     one = Note("1 side without an id", num_fingerprints, f"no fingerprint of {frame['named'][0]}")
     several = Note("1 further id of a side", num_fingerprints, "a side has several environments")
     empty = Note("1 fingerprint without fields", num_fingerprints)
-    rows = num_rows + num_fingerprints
-    foreign = Note(f"1 foreign row of {rows}", rows, "rows of an environment that was not fingerprinted")
-    notes = {"recorded": one, "one_id": several, "identity": empty, "measured_rows": foreign}
-    return evaluate(load_suite("fingerprint"), frame, limits, notes)
+    notes = {"recorded": one, "one_id": several, "identity": empty}
+    return [*evaluate(load_suite("fingerprint"), frame, limits, notes), *rows]
+
+
+def measured_rows(
+    tables: Lake, release_id: str, limits: Limits, sources: Sequence[str], num_fingerprints: int = 0
+) -> list[Check]:
+    """One check: every row of the tables `sources` was measured by its own side's fingerprinted environment.
+
+    Each gate asks this of the tables that it judges: when the fingerprint stage itself is judged, most of
+    them are still empty.
+    """
+    each = (f"select side, fingerprint_id from {table} where release_id = $release" for table in sources)  # noqa: S608
+    frame = tables.frame(_FOREIGN.format(rows=" union all ".join(each)), release=release_id)
+    num = int(frame["num_rows"][0]) + num_fingerprints
+    note = Note(f"1 foreign row of {num}", num, "rows of an environment that was not fingerprinted")
+    return evaluate(load_suite("measured_rows"), frame, limits, {"measured_rows": note})

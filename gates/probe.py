@@ -14,6 +14,7 @@ import pandas as pd
 from data.lake import Lake
 from data.plan import Plan
 from gates.evaluate import Note, evaluate, load_suite
+from gates.fingerprint import measured_rows
 from gates.thresholds import load_limits
 from gates.verdict import Check, fail_closed
 
@@ -46,6 +47,7 @@ def judge(
     """
     limits = load_limits("probe", plan.name)
     with Lake(lake, release_id=release_id) as tables:
+        rows = measured_rows(tables, release_id, limits, ("probes",))
         cells = {(row[0], row[1]): row[2:] for row in tables.rows(_CELLS, release=release_id)}
     wanted = sorted(set(required))
     failed = [cell for cell in wanted if cell in cells and cells[cell][0]]
@@ -69,7 +71,7 @@ def judge(
         "confirmed": Note(one, len(wanted), ", ".join(ran)),
         "fallback_validated": Note(f"1 fallback of {len(set(fallbacks))}", len(wanted)),
     }
-    return evaluate(load_suite("probe"), frame, limits, notes)
+    return [*rows, *evaluate(load_suite("probe"), frame, limits, notes)]
 
 
 def _named(cells: Iterable[tuple[str, str]]) -> str:

@@ -2,8 +2,9 @@
 
 Tensor: errors against fp64 over the error that the dtype class itself makes, worst case of each class.
 Model: teacher-forced, both sides on the same tokens, prefill scoring and forced decode apart. Business:
-the golden set, paired by prompt. A case that the champion has and the candidate lacks is a lost shard;
-a case with an `error` has no figures: both are errors, never a smaller table that passes.
+the golden set, paired by prompt. Fewer cases or prompts than the plan implies, on either side, or a case
+that the champion has and the candidate lacks, is a lost shard; a case with an `error` has no figures: all
+are errors, never a smaller table that passes.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ from pathlib import Path
 
 import pandas as pd
 
+from attention.cases import REPLAY_INPUTS, replay_shapes
+from data.golden_set import load_golden
 from data.lake import Lake
 from data.plan import Plan
 from gates import statistics
 from gates.evaluate import Note, evaluate, load_suite
+from gates.fingerprint import measured_rows
 from gates.thresholds import Limits, load_limits
 from gates.verdict import Check, fail_closed
 
 MODES = ("prefill", "decode")
+TABLES = ("tensor_replay", "model_replay", "business_replay")
 
 _CASES = """
 with cases as (
@@ -38,6 +43,27 @@ select count(distinct measured) filter (error is null) as num_cases,
   string_agg(distinct confirmed_backend, ', ') as confirmed,
   count(lse_max_abs) as num_lse
 from mine
+"""
+
+# The plan implies the least number of cases of each dtype class and side: one spec of the model, all shapes,
+# inputs and seeds. bfloat16 is always replayed, the serving dtype beside it.
+_PLANNED = """
+with classes as (
+  select distinct dtype_class from tensor_replay where release_id = $release union select 'bfloat16'
+),
+wanted as (select side, dtype_class from classes, (select unnest(['champion', 'candidate']) as side)),
+found as (
+  select side, dtype_class, count(distinct concat_ws('|', case_id, inputs, seed)) as num
+  from tensor_replay where release_id = $release group by side, dtype_class
+),
+short as (
+  select side, dtype_class, coalesce(num, 0) as num
+  from wanted left join found using (side, dtype_class) where coalesce(num, 0) < $planned
+)
+select coalesce(sum($planned - num), 0)::double as num_absent,
+  string_agg(concat(side, ' has ', num, ' of ', $planned, ' in ', dtype_class), ', '
+    order by side, dtype_class) as named
+from short
 """
 
 _CLASSES = """
@@ -115,6 +141,7 @@ def judge(lake: Path, release_id: str, plan: Plan) -> list[Check]:
     limits = load_limits("replay", plan.name)
     with Lake(lake, release_id=release_id) as tables:
         return [
+            *measured_rows(tables, release_id, limits, TABLES),
             *tensor_checks(tables, release_id, plan, limits),
             *model_checks(tables, release_id, plan, limits),
             *business_checks(tables, release_id, plan, limits),
@@ -123,17 +150,21 @@ def judge(lake: Path, release_id: str, plan: Plan) -> list[Check]:
 
 def tensor_checks(tables: Lake, release_id: str, plan: Plan, limits: Limits) -> list[Check]:
     """Evidence first, then the worst case of each dtype class, then the LSE."""
+    replay = plan.replay
+    planned = len(replay_shapes(replay.max_kv_len)) * len(REPLAY_INPUTS) * replay.seeds
     cases = tables.frame(_CASES, release=release_id)
+    cases[["num_absent", "named"]] = tables.frame(_PLANNED, release=release_id, planned=planned)
     row = cases.iloc[0]
     num_cases = int(row["num_cases"])
     one = f"1 case of {num_cases}"
     notes = {
         "cases": Note(one, num_cases, f"{num_cases} distinct cases"),
+        "planned_cases": Note(one, num_cases, str(row["named"])),
         "errors": Note(one, num_cases + int(row["num_errors"]), str(row["errors"])[:300]),
         "lost_cases": Note(one, num_cases, "cases that the champion has and the candidate lacks"),
         "confirmed": Note(one, num_cases, f"ran {row['confirmed']}"),
     }
-    limits = limits.least(min_cases=plan.replay.min_cases)
+    limits = limits.least(min_cases=replay.min_cases)
     checks = evaluate(load_suite("replay_cases"), cases, limits, notes, prefix="tensor.")
     classes = tables.frame(_CLASSES, release=release_id, side="candidate")
     champion = tables.frame(_CLASSES, release=release_id, side="champion")
@@ -231,11 +262,14 @@ def business_checks(tables: Lake, release_id: str, plan: Plan, limits: Limits) -
     names, one = f"lost: {row['lost']}" if lost else "", f"1 prompt of {num}"
     notes = {
         "champion_passes": Note(one, num, f"champion passed {row['champion_passes']} of {num}"),
+        "planned_prompts": Note(one, num, f"{num} pairs of prompts"),
         "errors": Note(one, num, "prompts without a grade"),
         "lost_prompts": Note(one, num, "prompts that only the champion answered"),
         "confirmed": Note(one, num),
         "mcnemar_p": Note(worse, num, names),
         "flip_rate": Note(statistics.rate_phrase("flip rate", lost + won, num), num, names),
     }
-    limits = limits.least(min_golden_passes=plan.replay.min_golden_passes)
+    known, asked = len(load_golden().prompts), plan.replay.golden_prompts
+    planned = known if asked is None else min(asked, known)
+    limits = limits.least(min_golden_passes=plan.replay.min_golden_passes, planned_prompts=planned)
     return evaluate(load_suite("replay_business"), frame, limits, notes, prefix="business.")

@@ -40,14 +40,13 @@ class Cell:
 
 def run(context: Context) -> StageOutcome:
     """Measure all cells, write samples and cells, judge."""
-    ids = {side: context.fingerprint_id(side) for side in SIDES}
     workers: dict[str, Worker] = {side: Worker(_job(context, side), context.work) for side in SIDES}
     try:
         cells = list(plan_cells(context))  # while the workers load
         for worker in workers.values():
             worker.wait_ready()
         for number, cell in enumerate(cells, start=1):
-            _measure(context, cell, workers, ids)
+            _measure(context, cell, workers)
             context.say(f"baseline: cell {number} of {len(cells)}: {cell.metric} {cell.bucket.shape_bucket}")
     finally:
         for worker in workers.values():
@@ -97,7 +96,7 @@ def _job(context: Context, side: Any) -> Job:
     return Job(f"bench-{side}", job, context.environment(side))
 
 
-def _measure(context: Context, cell: Cell, workers: dict[str, Worker], ids: dict[Side, str]) -> None:
+def _measure(context: Context, cell: Cell, workers: dict[str, Worker]) -> None:
     command = BenchCommand(metric=cell.metric, case=cell.case, min_s=context.plan.baseline.min_block_s)
     samples: dict[str, list[float]] = {side: [] for side in workers}
     rows = []
@@ -109,7 +108,7 @@ def _measure(context: Context, cell: Cell, workers: dict[str, Worker], ids: dict
                 raise RuntimeError(f"{side} {cell.metric} {cell.case.case_id}: {answer['error']}")
             row = {
                 "side": side,
-                "fingerprint_id": ids[side],
+                "fingerprint_id": workers[side].fingerprint_id,
                 "backend": workers[side].resolved[cell.case.phase],
                 "confirmed_backend": answer["confirmed"],
                 "family": cell.bucket.family,
@@ -123,19 +122,17 @@ def _measure(context: Context, cell: Cell, workers: dict[str, Worker], ids: dict
                 samples[side].append(answer["seconds"])
                 rows.append({**row, "metric": cell.metric, "seconds": answer["seconds"]})
     context.write("perf_samples", rows)
-    context.write("perf_cells", [_cell_row(cell, samples, workers, ids["candidate"])])
+    context.write("perf_cells", [_cell_row(cell, samples, workers)])
 
 
-def _cell_row(
-    cell: Cell, samples: dict[str, list[float]], workers: dict[str, Worker], fingerprint_id: str
-) -> dict[str, Any]:
+def _cell_row(cell: Cell, samples: dict[str, list[float]], workers: dict[str, Worker]) -> dict[str, Any]:
     """One row of perf_cells: the ratio is paired by block, its interval on the log scale."""
     champion, candidate = (np.array(samples[side]) for side in ("champion", "candidate"))
     interval = mean_interval(np.log(candidate / champion).tolist())
     low, ratio, high = (math.exp(x) for x in (interval.low, interval.value, interval.high))
     return {
         "side": "candidate",
-        "fingerprint_id": fingerprint_id,
+        "fingerprint_id": workers["candidate"].fingerprint_id,
         "backend": workers["candidate"].resolved[cell.case.phase],
         "champion_backend": workers["champion"].resolved[cell.case.phase],
         "family": cell.bucket.family,

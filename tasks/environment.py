@@ -21,6 +21,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from attention.private import private_folder
 from data.environment import Environment
 from data.paths import repo_dir
 from tasks.context import SIDES, Context, Side
@@ -60,7 +61,7 @@ def measure(job: Job, folder: Path, timeout_s: float = TIMEOUT_S) -> dict[str, A
     out = folder / f"{job.name}-{job.digest}"
     result = out / "result.json"
     if not result.is_file():
-        out.mkdir(parents=True, exist_ok=True)
+        private_folder(out)
         write_atomically(out / "job.json", job.job.model_dump_json(indent=1))
         verb = str(job.job.verb)  # type: ignore[attr-defined]
         command = [job.environment.python, "-m", "attention", verb]
@@ -122,7 +123,7 @@ class Worker:
 
     def __init__(self, job: Job, folder: Path) -> None:
         out = folder / f"{job.name}-{job.digest}"
-        out.mkdir(parents=True, exist_ok=True)
+        private_folder(out)
         self._name = job.name
         self._log = out / "log.txt"
         write_atomically(out / "job.json", job.job.model_dump_json(indent=1))
@@ -134,10 +135,12 @@ class Worker:
         with _lock:
             _running.add(self._child)
         self.resolved: dict[str, str] = {}
+        self.fingerprint_id = ""
 
     def wait_ready(self) -> Worker:
         """Wait until the worker has loaded; several may load side by side."""
-        self.resolved = self._answer()["resolved"]
+        ready = self._answer()
+        self.resolved, self.fingerprint_id = ready["resolved"], ready["fingerprint_id"]
         return self
 
     def ask(self, command: BaseModel) -> dict[str, Any]:

@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from attention.private import private_folder
+
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace `path` by `text`: temporary file in the same folder, fsync, rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as sink:
@@ -35,7 +37,7 @@ def locked(path: Path, timeout_s: float = 5.0) -> Iterator[None]:
 
     The kernel drops the lock with the process, so a kill -9 leaves nothing to clean up.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(path.parent)
     deadline = time.monotonic() + timeout_s
     with path.open("a") as handle:
         while True:

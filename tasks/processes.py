@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from attention.errors import UserError
+from attention.private import private_folder
 from data.paths import repo_dir
 from tasks.files import write_atomically
 from tasks.record import Instance
@@ -66,7 +67,7 @@ def start_process(cell: Path, name: str, role: str, command: list[str], port: in
     if found is not None and found.alive():
         raise UserError(f"{name} already runs (pid {found.pid}): stop it first with `python -m flows down`")
     log = cell / "logs" / f"{name}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(log.parent)
     with log.open("ab") as sink:
         try:
             child = subprocess.Popen(

@@ -51,7 +51,7 @@ def _model_prompts(context: Context) -> tuple[Prompt, ...]:
             prompt_id=r.custom_id,
             category=r.category,
             language=r.language,
-            messages=tuple(m.model_dump(exclude_none=True) for m in r.body.messages or ()),
+            messages=tuple(m.for_template() for m in r.body.messages or ()),
             tools=r.body.tools,
         )
         for r in chosen
@@ -65,7 +65,7 @@ def _job(context: Context, side: Side, prompts: tuple[Prompt, ...], golden: list
             prompt_id=g.prompt_id,
             category=g.category,
             language=g.language,
-            messages=tuple(m.model_dump(exclude_none=True) for m in g.messages),
+            messages=tuple(m.for_template() for m in g.messages),
             max_tokens=min(g.max_tokens, plan.golden_max_tokens),
         )
         for g in golden

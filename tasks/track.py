@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from attention.errors import UserError
+from attention.private import private_folder
 from data.paths import state_dir
 from gates.report import table
 from gates.verdict import GateReport, Verdict
@@ -190,7 +191,7 @@ class Tracker:
         for name in ("mlflow", "alembic", "urllib3.connectionpool"):
             logging.getLogger(name).setLevel(logging.ERROR)
         if self.uri.startswith("sqlite:///"):
-            Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+            private_folder(Path(self.uri.removeprefix("sqlite:///")).parent)
         return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
 
     @functools.cached_property

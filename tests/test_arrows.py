@@ -79,7 +79,7 @@ def test_gates_read_tables_and_never_an_engine() -> None:
     assert not found
 
 
-@pytest.mark.parametrize("module", ["attention.probe", "tasks.record"])
+@pytest.mark.parametrize("module", ["attention.probe", "tasks.record", "attention.serve.protocol"])
 def test_importing_it_pulls_no_more_than_it_may(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
     done = subprocess.run(
@@ -87,5 +87,5 @@ def test_importing_it_pulls_no_more_than_it_may(module: str) -> None:
     )
     loaded = set(done.stdout.split())
     assert module.split(".")[0] in loaded
-    forbidden = CONTROL_PLANE | SERVING | ({"torch"} if module == "tasks.record" else set())
+    forbidden = CONTROL_PLANE | SERVING | (set() if module == "attention.probe" else {"torch"})
     assert not loaded & forbidden

@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from attention.backends.base import AttentionSpec, Batch
 from attention.backends.oracle import Truth, attend
-from attention.cases import AttentionCase
-
-Inputs = Literal["normal", "needle", "large_logit"]
-INPUTS: tuple[Inputs, ...] = ("normal", "needle", "large_logit")
+from attention.cases import AttentionCase, Inputs
 
 
 @dataclass(frozen=True)

@@ -16,28 +16,16 @@ import torch
 from attention import confirm
 from attention.backends import create
 from attention.backends.base import AttentionSpec
-from attention.cases import AttentionCase, Phase
+from attention.cases import REPLAY_INPUTS, AttentionCase, Phase, replay_shapes
 from attention.job import Setup, TensorPlan
 from attention.replay.figures import compare
-from attention.replay.problems import INPUTS, make
-
-#: (phase, batch). Lengths sit on and beside page and tile borders, where kernels go wrong.
-SHAPES: tuple[tuple[Phase, str], ...] = (
-    ("prefill", "q17"),
-    ("prefill", "q64_q33"),
-    ("prefill", "q257"),
-    ("decode", "q1s63"),
-    ("decode", "4q1s129"),
-    ("decode", "q1s16_q1s255_q1s1000"),
-    ("extend", "q16s144"),
-    ("extend", "q48s49_q5s300"),
-)
+from attention.replay.problems import make
 
 
 def cases(spec: AttentionSpec, dtype: str, page_size: int, max_kv_len: int) -> Iterator[AttentionCase]:
     """Cases of one model in one dtype, up to a KV length."""
-    for phase, batch in SHAPES:
-        case = AttentionCase(
+    for phase, batch in replay_shapes(max_kv_len):
+        yield AttentionCase(
             phase=phase,
             batch=batch,
             heads_q=spec.heads_q,
@@ -49,8 +37,6 @@ def cases(spec: AttentionSpec, dtype: str, page_size: int, max_kv_len: int) -> I
             softcap=spec.softcap,
             page_size=page_size,
         )
-        if max(m.kv_len for m in case.members) <= max_kv_len:
-            yield case
 
 
 def rows(
@@ -68,7 +54,7 @@ def rows(
         for spec in dict.fromkeys(specs)
         for dtype in dict.fromkeys(dtypes)
         for case in cases(spec, dtype, setup.page_size, plan.max_kv_len)
-        for inputs in INPUTS
+        for inputs in REPLAY_INPUTS
         for seed in plan.seeds
     ]
     for done, (case, inputs, seed) in enumerate(problems, start=1):

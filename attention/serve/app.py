@@ -109,8 +109,6 @@ class _Handlers:
         self._require_model(body.model)
         text = self._render(body, tools_off=neutral.get("tool_choice") == "none")
         ids = await self._encode(text, add_special_tokens=False)
-        if None not in (body.max_tokens, body.max_completion_tokens):
-            raise ApiError(400, "send max_tokens or max_completion_tokens, not both", param="max_tokens")
         max_tokens = body.max_tokens or body.max_completion_tokens or self._largest_answer(len(ids))
         return await self._answer(request, call, body, text, ids, max_tokens)
 
@@ -128,6 +126,7 @@ class _Handlers:
         return JSONResponse(health, status_code=200 if health["ready"] else 503)
 
     async def metrics(self) -> Response:
+        self._service.metrics.observe_pages(self._service.engine.kv_pages)
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def fingerprint(self) -> Response:

@@ -109,6 +109,12 @@ class Engine:
         return len(self._inbox) + (self._scheduler.num_waiting if self._scheduler else 0)
 
     @property
+    def kv_pages(self) -> dict[str, int]:
+        """Pages of the KV cache, free and in all; without a request under way all are free, or some leaked."""
+        pool = self.started.runner.pool if self.started else None
+        return {"free": pool.num_free, "total": pool.num_pages} if pool else {}
+
+    @property
     def num_running(self) -> int:
         return self._scheduler.num_running if self._scheduler else 0
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import signal
 import socket
 import traceback
@@ -70,6 +71,11 @@ def _check(args: argparse.Namespace) -> None:
     check_fault(args.fault)
     read_config(args.model)
     load_policy(args.policy)
+    for flag, text in (("--release-id", args.release_id), ("--instance", args.instance)):
+        # Both stand in a header of every response; the release id also names a folder of the lake.
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", text):
+            allowed = "1 to 128 of A-Z a-z 0-9 . _ -, a letter or digit first"
+            raise UserError(f"{flag} {text!r}: it goes into response headers and file names; write {allowed}")
     if args.threads < 1:
         raise UserError(f"--threads {args.threads}: at least 1")
 

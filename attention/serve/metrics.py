@@ -72,6 +72,12 @@ class Metrics:
             ("backend", "kernel_signature"),
             registry=self.registry,
         )
+        self._pages = Gauge(
+            "attention_kv_pages",
+            "Pages of the KV cache: free, and total. An idle instance with fewer free than total leaks.",
+            ("state",),
+            registry=self.registry,
+        )
         self._requests = self._counter("attention_requests_total", "Requests ended.", "finish_reason", "traffic")
         self._nonfinite = self._counter("attention_nonfinite_logits_total", "Logits rows with NaN or Inf.")
         self._queue = self._histogram("attention_queue_seconds", "Arrival to admission.", _LATENCY_BUCKETS)
@@ -83,6 +89,10 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         return Histogram(name, text, labels, buckets=tuple(buckets), registry=self.registry)
+
+    def observe_pages(self, pages: dict[str, int]) -> None:
+        for state, number in pages.items():
+            self._pages.labels(state).set(number)
 
     def text(self) -> bytes:
         """The page that Prometheus reads."""

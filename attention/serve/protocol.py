@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from attention.errors import nearest
-from attention.scheduler import FinishReason
+
+if TYPE_CHECKING:  # it stands beside torch, which those who only check a body do not load
+    from attention.scheduler import FinishReason
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default for /v1/completions
 
@@ -49,7 +51,9 @@ class ApiError(Exception):
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """Strict: `"max_tokens": true` is no 1 and "4" no 4."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class StreamOptions(_Strict):
@@ -85,7 +89,7 @@ class _Body(_Strict):
 class CompletionBody(_Body):
     """POST /v1/completions: one prompt, as text or as token ids."""
 
-    prompt: str | list[StrictInt] | list[str]
+    prompt: str | list[int] | list[str]
     max_tokens: int | None = Field(default=None, ge=1)
 
 
@@ -95,17 +99,19 @@ class TextPart(_Strict):
 
 
 class Message(_Strict):
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: content is text, what is absent is left out."""
+        """As chat templates expect it: content is text, what is absent is left out, and `developer`, OpenAI's
+        newer name of the role, is `system`."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {**self.model_dump(exclude_none=True), "content": text}
+        role = "system" if self.role == "developer" else self.role
+        return {**self.model_dump(exclude_none=True), "role": role, "content": text}
 
 
 class ChatBody(_Body):
@@ -116,6 +122,12 @@ class ChatBody(_Body):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: list[dict[str, Any]] | None = None
     parallel_tool_calls: bool | None = None  # the answer is text: there is nothing to call in parallel
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> ChatBody:
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise ValueError("send max_tokens or max_completion_tokens, not both")
+        return self
 
 
 _BodyT = TypeVar("_BodyT", bound=_Body)
@@ -160,11 +172,14 @@ def _require_neutral(name: str, value: Any) -> None:
 
 def _refuse(error: ValidationError, kind: type[_Body]) -> NoReturn:
     first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "str", "int")))
+    # The branch of a union (`prompt.list[int].0`) is no part of what the client wrote; `stream` is.
+    parts = [str(part) for part in first["loc"]]
+    where = ".".join(part for part in parts if part not in ("str", "int") and not part.startswith("list["))
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
         hint = nearest(where, kind.model_fields)
         raise ApiError(400, f"unknown field {where!r}; {hint}", param=where, code="unknown_parameter")
-    raise ApiError(400, f"{where or 'body'}: {first['msg']}", param=where or None, code="invalid_value")
+    message = first["msg"].removeprefix("Value error, ")
+    raise ApiError(400, f"{where or 'body'}: {message}", param=where or None, code="invalid_value")
 
 
 class Answer(BaseModel):

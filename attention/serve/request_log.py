@@ -88,6 +88,7 @@ class RequestLog:
         self._instance = instance
         self._rows: list[tuple[str, dict[str, Any]]] = []  # (table, row)
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self._closing = threading.Event()
         self.fingerprint_id: str | None = None  # known once the model has started
         self.num_dropped = 0
@@ -118,7 +119,14 @@ class RequestLog:
             self._rows.append((table, {**common, **row}))
 
     def flush(self) -> None:
-        """Write what is buffered. Raises nothing: a failure is logged and its rows are kept."""
+        """Write what is buffered; once it returns, no earlier row is still under way in the other thread.
+
+        Raises nothing: a failure is logged and its rows are kept.
+        """
+        with self._writing:
+            self._write()
+
+    def _write(self) -> None:
         with self._lock:
             rows, self._rows = self._rows, []
         failure = None

@@ -113,6 +113,7 @@ class Service:
             "warnings": warnings,
             "running": self.engine.num_running,
             "waiting": self.engine.num_waiting,
+            "kv_pages": self.engine.kv_pages,
             **self.about(),
         }
 

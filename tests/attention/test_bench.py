@@ -12,6 +12,7 @@ import pytest
 from attention import bench
 from attention.cases import AttentionCase
 from attention.job import BenchCommand, BenchJob, Setup
+from attention.startup import identify
 
 
 def case(phase: str = "decode", batch: str = "2q1s40") -> AttentionCase:
@@ -37,7 +38,8 @@ def test_a_kernel_is_timed_for_as_long_as_asked_and_confirmed(setup: Setup) -> N
         command("kernel_s", case()),
         command("kernel_s", case("prefill", "q40")),
     )
-    assert ready == {"ready": True, "resolved": dict.fromkeys(("prefill", "decode", "extend"), "torch_sdpa:flash")}
+    resolved = dict.fromkeys(("prefill", "decode", "extend"), "torch_sdpa:flash")
+    assert ready == {"ready": True, "resolved": resolved, "fingerprint_id": identify(setup).id}
     assert first["seconds"] * first["calls"] == pytest.approx(0.05, rel=1.0)
     assert first["seconds"] * first["calls"] >= 0.05
     assert first["calls"] > 1

@@ -11,8 +11,8 @@ import torch
 
 from attention.backends.base import member_keys
 from attention.backends.oracle import attend
-from attention.cases import AttentionCase
-from attention.replay.problems import INPUTS, Inputs, Problem, make
+from attention.cases import REPLAY_INPUTS, AttentionCase, Inputs
+from attention.replay.problems import Problem, make
 
 
 def case(batch: str = "q5s40_q1s33_q20", **changes: Any) -> AttentionCase:
@@ -26,7 +26,7 @@ def slots(problem: Problem, member: int) -> torch.Tensor:
     return torch.tensor([table[i // page] * page + i % page for i in range(problem.batch.kv_lens[member])])
 
 
-@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("inputs", REPLAY_INPUTS)
 def test_the_same_seed_gives_the_same_problem(inputs: Inputs) -> None:
     one, again, other = (make(case(), inputs, seed) for seed in (3, 3, 4))
     assert one.batch == again.batch

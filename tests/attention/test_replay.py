@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from attention.cases import REPLAY_SHAPES
 from attention.errors import UserError
 from attention.job import BusinessPlan, ModelPlan, Prompt, Setup, TensorPlan
 from attention.model import Runner, specs_of
@@ -169,7 +170,7 @@ def tensor_rows(setup: Setup, scale_factor: float = 1.0, resolved: Any = MATH) -
 def test_the_tensor_layer_runs_every_case_input_and_seed_in_both_dtypes(setup: Setup) -> None:
     rows = tensor_rows(setup)
     # Four shapes of 144 keys at most; equal layers count once.
-    shapes = [batch for _, batch in tensor.SHAPES if batch in ("q17", "q64_q33", "q1s63", "4q1s129", "q16s144")]
+    shapes = [batch for _, batch in REPLAY_SHAPES if batch in ("q17", "q64_q33", "q1s63", "4q1s129", "q16s144")]
     assert len(rows) == len(shapes) * 3 * 2
     assert {(row["backend"], row["confirmed_backend"]) for row in rows} == {("torch_sdpa:math", "torch_sdpa:math")}
     assert not any("error" in row for row in rows)

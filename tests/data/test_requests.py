@@ -116,6 +116,17 @@ def test_a_corrupt_line_is_reported_with_its_number_and_the_rest_goes_on(tmp_pat
         (request(sesion_id="s"), "sesion_id: Extra"),
         (request(body=body(messages=[{"role": "robot", "content": "x"}])), "body.messages.0.role"),
         (request(body=body(messages=[{"role": "user", "content": [{"type": "image_url"}]}])), "only text"),
+        (request(body=body(n=2)), "the server refuses it: n=2 is not supported"),
+        (request(body=body(logprobs=True)), "logprobs=true is not supported"),
+        (request(body=body(max_token=3)), "unknown field 'max_token'; did you mean max_tokens"),
+        (request(body=body(temperature=3)), "temperature: Input should be less than or equal to 2"),
+        (request(body=body(max_completion_tokens=4)), "send max_tokens or max_completion_tokens, not both"),
+        (request(body=body(seed="1")), "seed"),
+        (request(body=body(messages=[{"role": "user", "content": "x", "mood": "good"}])), "mood"),
+        (
+            request(url="/v1/completions", body={"model": "m", "prompt": "a", "max_tokens": 2, "best_of": 2}),
+            "best_of=2",
+        ),
         (b'{"custom_id": "\\ud800"}', "Invalid JSON"),
         (b"[" * 100_000, "Invalid JSON"),
     ],
@@ -172,6 +183,13 @@ def test_what_a_client_sent_beyond_our_fields_is_sent_again(tmp_path: Path) -> N
     assert payload["top_p"] == 0.5
     assert [message["content"] for message in payload["messages"]] == ["ab", "", "ok"]
     assert payload["messages"][1]["tool_calls"] == [call]
+
+
+def test_a_developer_is_rendered_as_the_server_renders_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    told = request(body=chat(("developer", "be brief"), ("user", "hello")))
+    [only] = read_traffic(write(tmp_path / "t.jsonl", told)).requests
+    assert only.payload()["messages"][0]["role"] == "developer"
+    assert only.render(tokenizer).startswith("<system> be brief <end>\n<user> hello")
 
 
 def test_scaling_divides_the_rendered_prompt(tmp_path: Path, tokenizer: Tokenizer) -> None:

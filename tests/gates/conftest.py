@@ -64,7 +64,7 @@ class Evidence:
         ]
         self.write("probes", rows, mend)
 
-    def tensor(self, mend: Mend = unchanged, cases: int = 12) -> None:
+    def tensor(self, mend: Mend = unchanged, cases: int = 16) -> None:
         rows = [
             {
                 **self.backend(side),

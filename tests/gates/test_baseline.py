@@ -13,6 +13,7 @@ from gates.verdict import GateReport, Verdict
 
 
 def judge(evidence: Any, plan: Plan) -> GateReport:
+    evidence.fingerprints()
     return baseline.judge(evidence.lake, evidence.release, plan)
 
 
@@ -115,3 +116,23 @@ def test_a_cell_measured_again_replaces_its_earlier_row(evidence: Any, plan: Pla
 
 def test_an_empty_lake_is_inconclusive(evidence: Any, plan: Plan) -> None:
     assert judge(evidence, plan).verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("table", ["samples", "cells"])
+@pytest.mark.parametrize("foreign", ["fp-upgraded", "", None])
+def test_a_row_of_another_environment_fails(
+    evidence: Any, plan: Plan, judged: Any, table: str, foreign: str | None
+) -> None:
+    evidence.samples()
+    evidence.cells()
+    getattr(evidence, table)(lambda row: row | {"fingerprint_id": foreign})
+    assert judged(judge(evidence, plan)).named(Verdict.FAIL) == {"measured_rows"}
+
+
+@pytest.mark.parametrize("figure", [{"ratio": -0.9}, {"ratio": 0.0}, {"ratio_low": 0.0}, {"weight": -0.25}])
+def test_a_ratio_of_times_that_no_clock_gives_is_an_error(
+    evidence: Any, plan: Plan, judged: Any, figure: dict[str, float]
+) -> None:
+    evidence.samples()
+    evidence.cells(lambda row: row | figure if row["case_id"] == "decode2" else row)
+    assert "decode.kernel_s.figures" in judged(judge(evidence, plan)).named(Verdict.ERROR)

@@ -12,6 +12,7 @@ PROBES = ("short_prefill", "single_decode")
 
 
 def judge(evidence: Any, plan: Plan) -> GateReport:
+    evidence.fingerprints()
     required = [(backend, name) for backend in (evidence.flash, evidence.math) for name in PROBES]
     return probe.judge(evidence.lake, evidence.release, plan, required=required, fallbacks=[evidence.math])
 
@@ -70,5 +71,11 @@ def test_nothing_required_or_nothing_probed_does_not_pass(evidence: Any, plan: P
 
 
 def test_rows_of_another_release_or_of_the_champion_prove_nothing(evidence: Any, plan: Plan) -> None:
-    evidence.probes(lambda row: row | {"side": "champion"})
+    evidence.probes(lambda row: row | {"side": "champion", "fingerprint_id": "fp-champion"})
     assert judge(evidence, plan).verdict is Verdict.INCONCLUSIVE
+
+
+def test_a_probe_of_another_environment_fails(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.probes()
+    evidence.probes(lambda row: row | {"fingerprint_id": "fp-upgraded"})
+    assert judged(judge(evidence, plan)).named(Verdict.FAIL) == {"measured_rows"}

@@ -38,6 +38,7 @@ def candidate_only(change: dict[str, Any], **where: Any) -> Mend:
 
 
 def test_a_sound_candidate_passes_all_three_layers(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.fingerprints()
     evidence.tensor()
     evidence.model()
     evidence.golden()
@@ -48,6 +49,19 @@ def test_a_sound_candidate_passes_all_three_layers(evidence: Any, plan: Plan, ju
     assert found.checks["tensor.bfloat16.champion_r_rms"].observed == pytest.approx(0.72)
     assert found.checks["model.decode.flip_rate"].detectable == "flip rate 1.5 % (0 of 192, 95 %)"
     assert found.checks["business.mcnemar_p"].detectable == "5 prompts lost of 48 (10 %)"
+
+
+@pytest.mark.parametrize("table", ["tensor", "model", "golden"])
+@pytest.mark.parametrize("foreign", ["fp-upgraded", "fp-champion", None])
+def test_a_row_of_another_environment_fails(
+    evidence: Any, plan: Plan, judged: Any, table: str, foreign: str | None
+) -> None:
+    for name in ("fingerprints", "tensor", "model", "golden"):
+        getattr(evidence, name)()
+    assert replay.judge(evidence.lake, evidence.release, plan).verdict is Verdict.PASS
+    getattr(evidence, table)(candidate_only({"fingerprint_id": foreign}))
+    found = judged(replay.judge(evidence.lake, evidence.release, plan))
+    assert found.named(Verdict.FAIL) == {"measured_rows"}
 
 
 @pytest.mark.parametrize("figure", ["r_rms", "r_max", "r_row"])
@@ -98,13 +112,35 @@ def test_a_case_that_crashed_is_an_error_with_its_reason(evidence: Any, plan: Pl
 def test_a_lost_shard_is_an_error_though_enough_cases_are_left(evidence: Any, plan: Plan, judged: Any) -> None:
     evidence.tensor(lambda row: None if row["side"] == "candidate" and row["case_id"] == "case3" else row)
     found = judged(tensor(evidence, plan))
-    assert found.named(Verdict.ERROR) == {"tensor.lost_cases"}
+    assert found.named(Verdict.ERROR) == {"tensor.lost_cases", "tensor.planned_cases"}
     assert found.checks["tensor.cases"].verdict is Verdict.PASS
 
 
 def test_too_few_cases_are_inconclusive(evidence: Any, plan: Plan, judged: Any) -> None:
     evidence.tensor(cases=5)
     assert judged(tensor(evidence, plan)).named(Verdict.INCONCLUSIVE) == {"tensor.cases"}
+
+
+@pytest.mark.parametrize(
+    ("kept", "named"),
+    [
+        (lambda row: row["seed"] > 0, "candidate has 32 of 48 in bfloat16, champion has 32 of 48 in bfloat16"),
+        (lambda row: row["side"] == "candidate", "champion has 0 of 48 in bfloat16"),
+        (lambda row: row["side"] == "champion" or row["case_id"] != "case3", "candidate has 45 of 48"),
+    ],
+)
+def test_fewer_cases_than_planned_on_either_side_are_an_error(
+    evidence: Any, plan: Plan, judged: Any, kept: Callable[[dict[str, Any]], bool], named: str
+) -> None:
+    evidence.tensor(lambda row: row if kept(row) else None)
+    found = judged(tensor(evidence, plan))
+    assert "tensor.planned_cases" in found.named(Verdict.ERROR)
+    assert named in found.checks["tensor.planned_cases"].message
+
+
+def test_rows_of_a_class_that_is_always_replayed_must_be_there(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.tensor(lambda row: row | {"dtype_class": "float32"})
+    assert judged(tensor(evidence, plan)).named(Verdict.ERROR) == {"tensor.planned_cases"}
 
 
 def test_a_case_that_another_backend_ran_fails(evidence: Any, plan: Plan, judged: Any) -> None:
@@ -227,6 +263,11 @@ def test_a_prompt_with_an_error_or_without_a_grade_is_an_error(evidence: Any, pl
 def test_a_prompt_that_only_the_champion_answered_is_an_error(evidence: Any, plan: Plan, judged: Any) -> None:
     evidence.golden(lambda r: None if r["side"] == "candidate" and r["prompt_id"] == "g4" else r)
     assert "business.lost_prompts" in judged(business(evidence, plan)).named(Verdict.ERROR)
+
+
+def test_fewer_prompts_than_planned_are_an_error(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.golden(lambda row: row if numbered(row) < 20 else None)
+    assert judged(business(evidence, plan)).named(Verdict.ERROR) == {"business.planned_prompts"}
 
 
 def test_a_prompt_graded_twice_passed_if_it_always_did(evidence: Any, plan: Plan, judged: Any) -> None:

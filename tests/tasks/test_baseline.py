@@ -67,11 +67,11 @@ def cell_row(champion: list[float], candidate: list[float], demo: Context) -> di
     bucket = Bucket("decode", 64, "decode/kv<=64", 0.5)
     case: AttentionCase = baseline._case(demo, bucket)
     workers: Any = {
-        "champion": SimpleNamespace(resolved={"decode": "torch_sdpa:math"}),
-        "candidate": SimpleNamespace(resolved={"decode": "torch_sdpa:flash"}),
+        "champion": SimpleNamespace(resolved={"decode": "torch_sdpa:math"}, fingerprint_id="fp-champion"),
+        "candidate": SimpleNamespace(resolved={"decode": "torch_sdpa:flash"}, fingerprint_id="fp-measured"),
     }
     samples = {"champion": champion, "candidate": candidate}
-    return baseline._cell_row(Cell("kernel_s", bucket, case), samples, workers, "fp")
+    return baseline._cell_row(Cell("kernel_s", bucket, case), samples, workers)
 
 
 def test_a_ratio_is_paired_by_block_so_that_a_drift_of_the_machine_cancels(demo: Context) -> None:
@@ -82,6 +82,7 @@ def test_a_ratio_is_paired_by_block_so_that_a_drift_of_the_machine_cancels(demo:
     assert (row["verdict"], row["num_blocks"], row["weight"]) == ("SLOW", 4, 0.5)
     assert (row["backend"], row["champion_backend"]) == ("torch_sdpa:flash", "torch_sdpa:math")
     assert row["champion_p50_s"] == 3.0
+    assert row["fingerprint_id"] == "fp-measured", "the environment that the worker found, not the one expected"
 
 
 def test_noise_widens_the_interval_around_the_same_ratio(demo: Context) -> None:

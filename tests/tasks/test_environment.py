@@ -118,7 +118,7 @@ def test_an_interrupted_release_ends_what_it_measures(job: MakeJob, tmp_path: Pa
 
 WORKER = """
 import json, sys
-print(json.dumps({"resolved": {"decode": "torch_sdpa:math"}}), flush=True)
+print(json.dumps({"resolved": {"decode": "torch_sdpa:math"}, "fingerprint_id": "f1"}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
     if asked["setup"]["model"] == "crash":
@@ -143,7 +143,7 @@ def ask(model: str) -> FingerprintJob:
 
 def test_a_worker_answers_until_it_is_closed(tmp_path: Path) -> None:
     bench = worker(tmp_path, WORKER).wait_ready()
-    assert bench.resolved == {"decode": "torch_sdpa:math"}
+    assert (bench.resolved, bench.fingerprint_id) == ({"decode": "torch_sdpa:math"}, "f1")
     assert [bench.ask(ask("m"))["seconds"] for _ in range(3)] == [0.5] * 3
     bench.close()
     with pytest.raises((MeasureError, ValueError)):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,14 @@ def test_a_chat_goes_through_the_chat_template(shared: Running) -> None:
     assert body["object"] == "chat.completion"
     message = body["choices"][0]["message"]
     assert message == {"role": "assistant", "content": answer_of("<user>hello\n<assistant>", 5)}
+
+
+def test_a_developer_is_a_system(shared: Running) -> None:
+    def answer(role: str) -> Any:
+        messages = [{"role": role, "content": "be brief"}, *CHAT["messages"]]
+        return shared.post("/v1/chat/completions", {**CHAT, "messages": messages}).json()["choices"]
+
+    assert answer("developer") == answer("system")
 
 
 def test_content_in_parts_is_joined_and_a_prompt_may_be_tokens(shared: Running) -> None:
@@ -186,6 +196,12 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": 3}, "temperature", "less than or equal to 2"),
     ({"top_p": -1}, "top_p", "greater than or equal to 0"),
     ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": True}, "max_tokens", "valid integer"),
+    ({"max_tokens": "4"}, "max_tokens", "valid integer"),
+    ({"max_tokens": 4.0}, "max_tokens", "valid integer"),
+    ({"temperature": "0"}, "temperature", "valid number"),
+    ({"stream": "yes"}, "stream", "valid boolean"),
+    ({"seed": True}, "seed", "valid integer"),
     ({"seed": 2**70}, "seed", ""),
     ({"prompt": None}, "prompt", ""),
     ({"prompt": {"a": 1}}, "prompt", ""),
@@ -469,3 +485,29 @@ def test_a_detokenizer_that_fails_fails_its_step_and_not_the_engine(
             assert "cannot decode" not in response.text
         assert running.post("/v1/completions", PLAIN).status_code == 200
         assert runner.pool.num_free == 256
+
+
+def test_after_a_burst_with_cancellations_all_pages_are_free_again(tmp_path: Path) -> None:
+    runner = FakeRunner(num_pages=64, seconds=0.005, eos_token_ids=frozenset())
+    with serving(tmp_path, runner) as running:
+        total = running.service.engine.kv_pages["total"]
+
+        def ask(number: int) -> None:
+            body = {**PLAIN, "prompt": "x" * (1 + 3 * number), "max_tokens": 30, "stream": number % 2 == 0}
+            with (
+                contextlib.suppress(httpx.TimeoutException),
+                httpx.Client(base_url=running.client.base_url, timeout=0.05 if number % 3 == 0 else 30) as client,
+                client.stream("POST", "/v1/completions", json=body) as response,
+            ):
+                for seen, _ in enumerate(response.iter_bytes()):
+                    if number % 4 == 0 and seen == 2:
+                        break
+
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(ask, range(24)))
+        running.wait_until(lambda: running.service.num_open == 0 and running.service.engine.num_running == 0)
+        running.wait_until(lambda: running.service.engine.kv_pages["free"] == total)
+        assert {row["finish_reason"] for row in running.rows()} == {"length", "cancelled"}
+        assert running.client.get("/health").json()["kv_pages"] == {"free": total, "total": total}
+        page = running.client.get("/metrics").text
+        assert f'attention_kv_pages{{state="free"}} {total}.0' in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -201,3 +202,21 @@ def test_files_carry_the_schema_with_its_version(tmp_path: Path) -> None:
     schema = pq.read_schema(file)
     assert schema.names == SCHEMAS["requests"].names
     assert schema.metadata[b"attention_release.version"] == b"1"
+
+
+def test_a_flush_waits_for_the_rows_that_the_thread_is_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, write_rows = threading.Event(), request_log.write_rows
+
+    def slowly(lake: Path, table: str, rows: Any, *, release_id: str) -> Path | None:
+        if rows:
+            begun.set()
+            time.sleep(0.2)
+        return write_rows(lake, table, rows, release_id=release_id)
+
+    monkeypatch.setattr(request_log, "write_rows", slowly)
+    log = RequestLog(tmp_path, INSTANCE)
+    log.add(row())
+    assert begun.wait(10)
+    log.flush()
+    assert len(read_rows(tmp_path, "requests")) == 1
+    log.close()
