@@ -17,7 +17,7 @@ import torch
 
 from attention.backends.base import AttentionSpec, Backend
 from attention.backends.oracle import attend
-from attention.cases import AttentionCase
+from attention.cases import REPLAY_INPUTS, AttentionCase
 from attention.checks.common import (
     LSE_ERROR,
     MAX_RATIO,
@@ -36,7 +36,7 @@ from attention.checks.common import (
 )
 from attention.reasons import Code, Reason
 from attention.replay.figures import half_ulp
-from attention.replay.problems import INPUTS, Member, Problem, build, make, members_of, spec_of
+from attention.replay.problems import Member, Problem, build, make, members_of, spec_of
 
 Edit = Callable[[AttentionSpec, Member], tuple[AttentionSpec, torch.Tensor | None]]
 
@@ -59,7 +59,7 @@ class Suspect:
 def numeric(backend: Backend, case: AttentionCase, device: str) -> list[Reason]:
     """Random, needle and large-logit inputs against the oracle, unowned slots NaN."""
     found: list[Reason] = []
-    for inputs in INPUTS:
+    for inputs in REPLAY_INPUTS:
         problem = make(case, inputs, 7, device=device)
         out, _ = run(backend, problem)
         found += judge(out, problem, case, f"error against the fp64 oracle on {inputs} inputs, in dtype-class units")
