@@ -258,11 +258,11 @@ class _PlannedFlashInfer(Planned):
 
     def _make(self, batch: Batch) -> None:
         """Once: buffers, wrapper, module."""
-        raise NotImplementedError
+        raise NotImplementedError("each kernel plans its own call")
 
     def _schedule(self, batch: Batch) -> None:
         """For every batch: lengths and pages into the buffers, and FlashInfer's own plan."""
-        raise NotImplementedError
+        raise NotImplementedError("each kernel makes its own call")
 
     def _schedule_key(self) -> list[int]:
         """What a captured launch depends on, beside the contents of buffers."""
@@ -591,7 +591,7 @@ class _PlannedTables(_PlannedFlashInfer):
 
     def _load(self) -> None:
         """Import what `run` calls, and compile it."""
-        raise NotImplementedError
+        raise NotImplementedError("each block-table kernel makes its own call")
 
     def _schedule(self, batch: Batch) -> None:
         tables = torch.zeros(self._tables_BW.shape, dtype=torch.int32)
