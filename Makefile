@@ -1,8 +1,8 @@
 # Two commands: `make release` and `make test`. Everything else here is what they need.
 #
-#   make release [FRESH=1] [KEEP=1]   one release on this machine, traffic shift included
-#   make test | test-all              fast tests | the slow ones too
-#   make ui                           review in MLflow's UI
+#   make release [FRESH=1] [KEEP=1] [RETRY=1]   one release on this machine, traffic shift included
+#   make test | test-all                        fast tests | the slow ones too
+#   make ui                                     review in MLflow's UI
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -16,8 +16,9 @@ TELEMETRY := eval "$$($(PYTHON) flows/telemetry.py)"
 
 release: setup model
 	@if [ -n "$(FRESH)" ]; then $(BIN)/python -m flows down >/dev/null && rm -rf "$(HOME_DIR)/lake" "$(HOME_DIR)"/state/mlflow "$(HOME_DIR)"/state/*--*; fi
-	@$(BIN)/python -m flows release $(CANDIDATE); code=$$?; \
-	if [ -z "$(KEEP)" ]; then $(BIN)/python -m flows down >/dev/null || exit $$?; fi; exit $$code
+	@$(BIN)/python -m flows release $(CANDIDATE) $(if $(RETRY),--retry); code=$$?; \
+	if [ -z "$(KEEP)" ]; then $(BIN)/python -m flows down >/dev/null || exit $$?; \
+	elif [ $$code -eq 0 ]; then $(BIN)/python -m flows up || exit $$?; fi; exit $$code
 
 test: setup model lint
 	@$(BIN)/python -m pytest -m "not slow and not gpu"

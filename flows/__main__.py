@@ -70,8 +70,10 @@ def release(
     if results is None:
         with_traffic = stop_after not in OFFLINE
         check_set_up(loaded, champion, with_traffic=with_traffic)
+        say = progress(to_stderr=as_json)
+        say(f"starting Prefect{' and the champion' if with_traffic else ''} (half a minute)")
         with serving(loaded, champion) if with_traffic else nullcontext():
-            results = _run_flow(str(candidate), champion, stop_after, retry, progress(to_stderr=as_json))
+            results = _run_flow(str(candidate), champion, stop_after, retry, say)
     if as_json:
         documents = [result.model_dump(mode="json") for result in results]
         print(json.dumps(documents[0] if len(documents) == 1 else documents, indent=1))

@@ -293,12 +293,16 @@ class _Release:
     def _refuse(self, name: str, outcome: StageOutcome) -> None:
         reason, verdict = outcome.report.reason, outcome.report.verdict
         if name in LIVE:
-            self._mark("rolled_back", name, reason)
-            instances.stop(self.context, self.router, keep_candidate=True)
+            self._roll_back(reason, name)
         elif verdict is Verdict.FAIL:
             self._mark("rejected", name, reason)
         else:
             self._mark("held", name, reason)
+
+    def _roll_back(self, reason: str, gate: str | None = None) -> None:
+        """After the withdrawal: the record says so, the control stops, the candidate stays warm to be looked into."""
+        self._mark("rolled_back", gate, reason)
+        instances.stop(self.context, self.router, keep_candidate=True)
 
     def _mark(self, state: Any, gate: str | None, reason: str) -> None:
         lifecycle.end(self.context, state, gate, reason)
@@ -312,12 +316,12 @@ class _Release:
 
     def _end(self, state: Any, reason: str) -> None:
         """Something broke: traffic back if any is out, then the record says so."""
-        record = self.context.store.load()
-        exposed = record.exposed()
-        problem = lifecycle.try_revert(self.router, record.generation) if exposed else None
-        if problem:
-            reason = f"{reason}; the router did not confirm share 0 ({problem}), the watchdog goes on trying"
         try:
+            record = self.context.held()
+            exposed = record.exposed()
+            problem = lifecycle.try_revert(self.router, record.generation) if exposed else None
+            if problem:
+                reason = f"{reason}; the router did not confirm share 0 ({problem}), the watchdog goes on trying"
             if exposed:
                 self._withdraw_record()
             self._mark("rolled_back" if exposed else state, None, reason)
@@ -335,10 +339,6 @@ class _Release:
         """Ctrl-C or SIGTERM: share 0, then stop what this command started."""
         self.context.say("interrupted: traffic back to the champion")
         environment.kill_running()
-        record = self.context.store.load()
-        problem = lifecycle.try_revert(self.router, record.generation)
-        if problem:
-            self.context.say(f"the router did not confirm share 0 ({problem}); the watchdog goes on trying")
 
         def change(record: Record) -> None:
             record.shares, record.mirror = Shares(), 0.0
@@ -348,9 +348,13 @@ class _Release:
             record.candidate_instance = record.control_instance = None
 
         try:
+            problem = lifecycle.try_revert(self.router, self.context.held().generation)
+            if problem:
+                self.context.say(f"the router did not confirm share 0 ({problem}); the watchdog goes on trying")
             self.context.update(change)
         except LeaseLostError as error:
-            self.context.say(f"the record is held by another: {error}")
+            started_here = False
+            self.context.say(f"traffic and record are another's: {error}")
         instances.stop(self.context, self.router)
         if started_here:
             from flows.down import down
@@ -374,7 +378,7 @@ class _Release:
         context = self.context
         if context.candidate.candidate.is_drill:
             self._withdraw("a drill is never promoted")
-            self._mark("rolled_back", None, "a drill passed every gate: the gate that should stop it is blind")
+            self._roll_back("a drill passed every gate: the gate that should stop it is blind")
             return
         if context.cell.approval and not self._approved():
             return
@@ -383,7 +387,7 @@ class _Release:
             raise RuntimeError(f"not promoted: no pass of {', '.join(undone)} is on record")
         if (trouble := Vigil(context).trouble()) is not None:
             self._withdraw(trouble)
-            self._mark("rolled_back", None, f"not promoted: {trouble}")
+            self._roll_back(f"not promoted: {trouble}")
             return
         known = {s.stage: s.detail for s in context.store.load().stages}
         old = context.store.load().previous
@@ -402,7 +406,7 @@ class _Release:
         found = hold.wait(context, hold.PROMOTION, deadline_s)
         if isinstance(found, str):
             self._withdraw(f"the wave waited for approval: {found}")
-            self._mark("rolled_back", None, f"the wave waited for approval: {found}")
+            self._roll_back(f"the wave waited for approval: {found}")
             return False
         return True
 

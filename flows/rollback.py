@@ -22,7 +22,7 @@ from attention.errors import UserError, nearest
 from data.paths import cell_dir, cells
 from tasks.events import write_event
 from tasks.processes import ProcessError, answers, free_port, is_alive, start_instance, stop_process, wait_ready
-from tasks.record import Attempt, Deployed, Instance, Record, RecordStore, State
+from tasks.record import Attempt, Instance, Record, RecordStore, State
 from tasks.router import EnvoyRouter
 
 ANSWER_S, PATIENT_S = 0.3, 2.0  # that a warm previous is given to answer /health, first and last
@@ -101,7 +101,7 @@ def _roll_back(order: _Order, store: RecordStore, router: EnvoyRouter) -> Rolled
             router.set_endpoint("champion", order.instance.port, generation=generation)
         router.revert(generation)
     else:
-        notes.append("no router runs, so nothing gets traffic; `flows up` serves what the record names")
+        notes.append("no router runs, so nothing gets traffic; `python -m flows up` serves what the record names")
     share_zero_s = time.monotonic() - order.started
 
     def finish(record: Record) -> None:
@@ -144,7 +144,7 @@ def _target(record: Record, router: EnvoyRouter, to: str | None) -> Target:
     exposed = record.exposed() or router.exposed()
     half_done = record.state == "rolling_back" and previous is not None and record.release_id == previous.release_id
     under_way = exposed or half_done or record.lease_live() or record.state == "held"
-    spent = previous is not None and _taken_out(record, champion, previous)
+    spent = record.previous_taken_out()
     if to is None:
         if exposed or half_done or (under_way and (previous is None or spent)):
             return "champion"
@@ -167,16 +167,6 @@ def _target(record: Record, router: EnvoyRouter, to: str | None) -> Target:
         return "previous"
     known = [champion.release_id] + ([previous.release_id] if previous is not None else [])
     raise UserError(f"cannot roll back to {to}: {nearest(to, known)}")
-
-
-def _taken_out(record: Record, champion: Deployed, previous: Deployed) -> bool:
-    """Whether previous became that by a rollback, and not by the promotion of the champion."""
-    return any(
-        attempt.release_id == previous.release_id
-        and attempt.state == "rolled_back"
-        and attempt.time > champion.promoted_at
-        for attempt in record.attempts
-    )
 
 
 def _living_champion(record: Record) -> Instance | None:

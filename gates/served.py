@@ -12,9 +12,9 @@ are judged on ok rows, faults on all.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -91,11 +91,16 @@ class Span:
 
 @dataclass(frozen=True)
 class ClientOutcome:
-    """What the side that sends traffic saw: requests sent, answered to the end, lost or cut off."""
+    """What the side that sends traffic saw: requests sent, answered to the end, lost or cut off.
+
+    `elsewhere`: of the lost ones, how many the champion and the control had, by role. The rest counts
+    against the candidate.
+    """
 
     sent: int
     ok: int
     lost: int
+    elsewhere: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -203,7 +208,8 @@ def candidate_notes(served: Arm) -> dict[str, Note]:
 def client_figures(client: ClientOutcome, num_recorded: int) -> dict[str, float]:
     """Columns that compare what the client saw with what the instances recorded."""
     return {
-        "lost": client.lost,
+        "lost": client.lost - sum(client.elsewhere.values()),
+        "lost_elsewhere": sum(client.elsewhere.values()),
         "unaccounted": client.sent - client.ok - client.lost,
         "recorded_share": num_recorded / client.ok if client.ok else math.nan,
     }
@@ -211,8 +217,10 @@ def client_figures(client: ClientOutcome, num_recorded: int) -> dict[str, float]
 
 def client_notes(client: ClientOutcome, num_recorded: int) -> dict[str, Note]:
     one = f"1 request of {client.sent}"
+    named = ", ".join(f"{role} lost {num}" for role, num in sorted(client.elsewhere.items()))
     return {
         "lost_requests": Note(one, client.sent, "requests that the client never saw answered to the end"),
+        "lost_elsewhere": Note(one, client.sent, f"{named}: nothing about the candidate shows on such a machine"),
         "unaccounted_requests": Note(one, client.sent, "neither answered nor lost: the client lost count"),
         "recorded": Note(one, client.sent, f"{num_recorded} rows for {client.ok} answered requests"),
     }

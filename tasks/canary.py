@@ -8,6 +8,7 @@ then it is held. At 100 % no live request is left for a control, so it gets a co
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -37,7 +38,9 @@ class _Step:
 
     def client(self) -> ClientOutcome:
         parts = [p.outcome() for p in self.played]
-        return ClientOutcome(sum(p.sent for p in parts), sum(p.ok for p in parts), sum(p.lost for p in parts))
+        elsewhere = sum((Counter(p.elsewhere) for p in parts), Counter())
+        sent, ok, lost = (sum(getattr(p, name) for p in parts) for name in ("sent", "ok", "lost"))
+        return ClientOutcome(sent, ok, lost, elsewhere)
 
     def served(self, role: str) -> int:
         return sum(p.of(role) for p in self.played)
@@ -72,7 +75,7 @@ def run(context: Context, router: EnvoyRouter, requests: list[TrafficRequest]) -
         checks += [c.model_copy(update={"check": f"{share}%.{c.check}"}) for c in report.checks]
         context.say(
             f"canary: {share} %: {step.served('candidate')} requests by the candidate,"
-            f" {client.lost} of {client.sent} lost, {report.verdict}"
+            f" {client.lost} of {client.sent} lost{_whose(client)}, {report.verdict}"
         )
         if report.verdict is not Verdict.PASS:
             break
@@ -121,6 +124,7 @@ def _gather(
         enough=lambda so_far: so_far.begun["candidate"] >= missing,
         most=math.ceil(missing * 100 / step.share) * 3 + 50,
         tick=lambda so_far: vigil.trouble(so_far) or _tick(context, step),
+        shares=shares_of(step.share),
     )
     step.played.append(played)
     if played.stopped is None:
@@ -141,6 +145,11 @@ def _tick(context: Context, step: _Step) -> str | None:
     span = Span(step.start, datetime.now(UTC))
     candidate, control = gate.recent(context.lake, context.release_id, share=step.share, span=span)
     return gate.breach(candidate, control, context.plan)
+
+
+def _whose(client: ClientOutcome) -> str:
+    beside = ", ".join(f"{num} by the {role}" for role, num in sorted(client.elsewhere.items()))
+    return f" ({beside})" if beside else ""
 
 
 def _breach(step: _Step, why: str) -> Check:

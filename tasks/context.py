@@ -16,7 +16,7 @@ from data.environment import Environment, load_environment
 from data.paths import cell_dir, lake_dir
 from data.plan import Plan
 from gates.verdict import GateReport
-from tasks.record import HeldLease, Record, RecordStore
+from tasks.record import HeldLease, LeaseLostError, Record, RecordStore
 
 Side = Literal["champion", "candidate"]
 SIDES: tuple[Side, ...] = ("champion", "candidate")
@@ -63,6 +63,13 @@ class Context:
         if self.lease is None:
             raise RuntimeError("a qualification holds no lease and changes no record")
         return self.store.update(change, token=self.lease.token)
+
+    def held(self) -> Record:
+        """The record, read without its lock. Raises LeaseLostError where its lease is not ours: traffic is another's."""
+        record = self.store.load()
+        if self.lease is None or record.lease is None or record.lease.token != self.lease.token:
+            raise LeaseLostError("the lease was ended by a rollback, the watchdog or another release")
+        return record
 
     def fingerprint_id(self, side: Side) -> str:
         """Id that the fingerprint stage found for a side."""

@@ -173,16 +173,13 @@ def _candidate_file(name: str) -> Path:
     return direct if direct.suffix == ".yaml" else candidates_dir() / f"{name}.yaml"
 
 
-def refusal(record: Record, loaded: Loaded, *, retry: bool) -> str | None:
-    """Why this candidate is not tried again: it was rejected or rolled back as it is now."""
+def refusal(record: Record, loaded: Loaded, *, retry: bool) -> Attempt | None:
+    """The attempt for which this candidate is not tried again: it was rejected or rolled back as it is now."""
     if retry or loaded.candidate.is_drill:
         return None
     for attempt in reversed(record.attempts):
         if attempt.identity == loaded.identity and attempt.state in ("rejected", "rolled_back"):
-            return (
-                f"{loaded.candidate.name} was {attempt.state.replace('_', ' ')} as {attempt.release_id}"
-                f" ({attempt.reason}) and has not changed since; --retry tries it again"
-            )
+            return attempt
     return None
 
 
@@ -227,7 +224,11 @@ def settled_cell(record: Record, loaded: Loaded, cell: Cell, *, retry: bool) -> 
         return result(release_id=record.champion.release_id, state="promoted", reason=reason)
     refused = refusal(record, loaded, retry=retry)
     if refused is not None:
-        return result(release_id=None, state="rejected", reason=refused)
+        reason = (
+            f"{loaded.candidate.name} was {refused.state.replace('_', ' ')} as {refused.release_id}"
+            f" ({refused.reason}) and has not changed since; `python -m flows release --retry` tries it again"
+        )
+        return result(release_id=None, state=refused.state, reason=reason)
     return None
 
 
@@ -308,10 +309,10 @@ def _end(record: Record, state: State, failed_gate: str | None, reason: str) -> 
 def withdraw(context: Context, router: Router, reason: str) -> Record:
     """Abort order, steps 1 and 2: share 0 confirmed by the router, mirror off; then the record says so.
 
-    Here the router goes first: users come before bookkeeping.
+    Here the router goes first: users come before bookkeeping. Raises LeaseLostError, and then moves nothing:
+    who ended the lease has reverted, and the traffic may be that of the next release.
     """
-    generation = context.store.load().generation
-    router.revert(generation)
+    router.revert(context.held().generation)
 
     def change(record: Record) -> None:
         record.shares, record.mirror, record.state, record.reason = Shares(), 0.0, "rolling_back", reason

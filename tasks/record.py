@@ -166,6 +166,18 @@ class Record(_Model):
     def lease_live(self) -> bool:
         return self.lease is not None and self.lease.live()
 
+    def previous_taken_out(self) -> bool:
+        """Whether `previous` became that by a rollback, and not by the promotion of the champion."""
+        champion, previous = self.champion, self.previous
+        if champion is None or previous is None:
+            return False
+        return any(
+            attempt.release_id == previous.release_id
+            and attempt.state == "rolled_back"
+            and attempt.time > champion.promoted_at
+            for attempt in self.attempts
+        )
+
     def exposed(self) -> bool:
         """Whether live requests reach, or are copied to, anything but the champion."""
         return self.shares.champion != 100 or self.mirror > 0

@@ -1,4 +1,4 @@
-"""The supervisor: keeps Envoy, the watchdog and the champion running, and the champion reachable.
+"""The supervisor: keeps Envoy, the watchdog and the champion running, the champion reachable, previous warm.
 
 One small process a cell, detached from whoever started it. What dies, or hangs, is started again with a
 growing pause; what already runs, say after the supervisor itself was killed, is adopted and never started
@@ -30,7 +30,7 @@ from tasks.processes import (
     stop_process,
     stop_processes,
 )
-from tasks.record import Deployed, Instance, Record, RecordStore
+from tasks.record import Deployed, Instance, LeaseLostError, Record, RecordStore
 from tasks.router import NAME as ENVOY
 from tasks.router import EnvoyRouter, RouterError
 
@@ -101,7 +101,7 @@ class Supervisor:
         self.store = RecordStore(self.cell / "record.json")
         self.router = EnvoyRouter(self.cell)
         self.stop = threading.Event()
-        self._pauses = {name: _Pause() for name in (ENVOY, WATCHDOG, "champion")}
+        self._pauses = {name: _Pause() for name in (ENVOY, WATCHDOG, "champion", "previous")}
         self._to_route: Instance | None = None  # started here, not yet behind Envoy
         self._silences = {WATCHDOG: _Silence(SILENT_S, HUNG_ASKS), "champion": _Silence(HUNG_S, HUNG_ASKS)}
         self._proven: Instance | None = None  # champion that was ready once: before that, silence is loading
@@ -111,7 +111,7 @@ class Supervisor:
     def run(self) -> None:
         """Look after everything five times a second; stop it all at the end."""
         while not self.stop.wait(POLL_S):
-            for keep in (self._keep_envoy, self._keep_watchdog, self._keep_champion):
+            for keep in (self._keep_envoy, self._keep_watchdog, self._keep_champion, self._keep_previous):
                 try:
                     keep()
                 except (UserError, RouterError, OSError) as error:
@@ -188,6 +188,40 @@ class Supervisor:
         except _OvertakenError:
             stop_process(self.cell, name)
 
+    def _keep_previous(self) -> None:
+        """A rollback to a warm instance takes less than a second, to one that must start a minute.
+
+        It comes after the champion, and not while a release measures on this machine.
+        """
+        record = self.store.load()
+        champion, previous = record.champion, record.previous
+        if previous is None or champion is None or champion.instance is None:
+            return
+        if record.lease_live() or record.previous_taken_out():
+            return
+        old = previous.instance
+        if old is not None and is_alive(old.pid, old.started):
+            return
+        if self.router.told_endpoint("champion") != champion.instance.port or not self._pauses["previous"].over():
+            return
+        self._pauses["previous"].note_start()
+        name = old.name if old is not None else f"previous-{previous.release_id}"
+        _say(f"starting {name}")
+        new = start_instance(self.cell, name, "champion", previous.command, free_port())
+
+        def keep(record: Record) -> None:
+            if record.previous is None or (record.previous.release_id, record.previous.instance) != (
+                previous.release_id,
+                old,
+            ):
+                raise _OvertakenError
+            record.previous.instance = new
+
+        try:
+            self.store.update(keep)
+        except (_OvertakenError, UserError, LeaseLostError):
+            stop_process(self.cell, name)
+
     def _route(self, record: Record, instance: Instance) -> None:
         """Put the champion behind Envoy once it is ready.
 
@@ -206,9 +240,9 @@ class Supervisor:
     def _stop_all(self) -> None:
         names = [ENVOY, WATCHDOG]
         try:
-            champion = self.store.load().champion
-            if champion is not None and champion.instance is not None:
-                names.append(champion.instance.name)
+            record = self.store.load()
+            kept = [d.instance for d in (record.champion, record.previous) if d is not None]
+            names += [instance.name for instance in kept if instance is not None]
         except UserError as error:
             _say(str(error))
         found = [process for name in names if (process := find_process(self.cell, name)) is not None]

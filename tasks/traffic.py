@@ -17,15 +17,16 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 import xxhash
 
 from data.requests import TrafficRequest
 from gates.served import ClientOutcome
+from tasks.record import Shares
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 TICK_S = 0.5
 RETRIES = 2  # of a connection that was refused before a byte was sent
 
@@ -37,7 +38,7 @@ class Reply:
     request_id: str
     status: int  # 0: no HTTP answer
     complete: bool  # answered to its end
-    role: str  # x-attention-role: who served, as the router says
+    role: str  # x-attention-role: who served, as the router says; of no answer at all, whom the ring gave it to
     release: str  # x-attention-release, as the instance says
     seconds: float
     error: str = ""
@@ -62,7 +63,8 @@ class Played:
 
     def outcome(self) -> ClientOutcome:
         ok = sum(reply.ok for reply in self.replies)
-        return ClientOutcome(sent=self.sent, ok=ok, lost=self.sent - ok)
+        beside = Counter(reply.role for reply in self.replies if not reply.ok and reply.role in ("champion", "control"))
+        return ClientOutcome(sent=self.sent, ok=ok, lost=self.sent - ok, elsewhere=dict(beside))
 
 
 def endless(requests: Sequence[TrafficRequest], start: int = 0) -> Iterator[tuple[float, TrafficRequest]]:
@@ -92,6 +94,14 @@ def ring_position(session_id: str) -> int:
     return xxhash.xxh64_intdigest(session_id.encode()) % 100
 
 
+def role_on_ring(session_id: str, shares: Shares) -> str:
+    """The role that Envoy sends a session to; the order of its weighted clusters stands in tasks/envoy_config.py."""
+    position = ring_position(session_id)
+    if position < shares.control:
+        return "control"
+    return "champion" if position < shares.control + shares.champion else "candidate"
+
+
 def _dealt() -> Iterator[str]:
     """Session ids whose ring positions fill 0..99 evenly, in the order of a van der Corput sequence."""
     tag = uuid.uuid4().hex[:8]
@@ -114,13 +124,14 @@ def play(
     most: int,
     tick: Callable[[Played], str | None] = lambda played: None,
     model: str | None = None,
+    shares: Shares | None = None,
 ) -> Played:
     """Send requests until `enough`, or `most` were sent, or `tick` (every 0.5 s) gives a reason to stop.
 
     Requests in flight are always waited for: what was sent is counted. Exceptions of `tick` pass
-    through after that.
+    through after that. `shares`, the router's, tell who lost a request that nobody answered.
     """
-    return asyncio.run(_play(arrivals, url, max_in_flight, enough, most, tick, model))
+    return asyncio.run(_play(arrivals, url, max_in_flight, enough, most, tick, model, shares))
 
 
 async def _play(
@@ -131,6 +142,7 @@ async def _play(
     most: int,
     tick: Callable[[Played], str | None],
     model: str | None,
+    shares: Shares | None,
 ) -> Played:
     played, room, tasks = Played(), asyncio.Semaphore(max_in_flight), set[asyncio.Task[None]]()
     limits = httpx.Limits(max_connections=max_in_flight + 4)
@@ -138,7 +150,10 @@ async def _play(
 
     async def one(client: httpx.AsyncClient, request: TrafficRequest) -> None:
         try:
-            played.replies.append(await _send(client, request, model, played.begun))
+            reply = await _send(client, request, model, played.begun)
+            if not reply.role and shares is not None:
+                reply = replace(reply, role=role_on_ring(request.session_id, shares))
+            played.replies.append(reply)
         finally:
             room.release()
 

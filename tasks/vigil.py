@@ -31,7 +31,7 @@ class Vigil:
         if self._missed >= MISSES:
             return f"{instance.name} does not answer /health"
         if played is not None:
-            # Who never answered has no role: what champion or control failed is not the candidate's.
+            # What champion or control lost is not the candidate's.
             replies = played.replies[-self._last :]
             lost = sum(not reply.ok and reply.role not in ("champion", "control") for reply in replies)
             if lost >= self._errors:

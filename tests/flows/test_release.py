@@ -210,7 +210,7 @@ def test_what_was_rolled_back_is_not_tried_again_unasked(home: Home, candidates:
     done = home.run("release", flash(candidates))
     assert done.returncode == 1, done.stderr
     assert "rolled back" in done.stdout and "--retry" in done.stdout
-    assert document(home.run("release", flash(candidates), "--json"), 1)["state"] == "rejected"
+    assert document(home.run("release", flash(candidates), "--json"), 1)["state"] == "rolled_back"
     assert home.record().state == "rolled_back"
 
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from data.paths import repo_dir
 from flows.down import down
 from flows.up import up
 from tasks.processes import ProcessError, free_port, is_alive, start_ticks
-from tasks.record import Instance, LeaseLostError, Record, Shares
+from tasks.record import Attempt, Instance, LeaseLostError, Record, Shares
 from tasks.supervisor import HUNG_S, Supervisor, _Silence
 from tests.stub_cell import FAMILY, GPU, StubCell, deployed, wait_until
 
@@ -152,6 +153,26 @@ def test_after_a_promotion_the_new_champion_is_the_one_that_is_kept(cell: StubCe
     assert kept is not None and kept.instance is not None
     assert (kept.instance.name, kept.instance.pid != candidate.pid) == ("candidate-r2", True)
     assert "champion-r1" in cell.pids(), "previous stays warm"
+
+
+def test_up_starts_previous_too_so_that_a_rollback_need_not_wait(cell: StubCell) -> None:
+    cell.write(lambda record: record.__dict__.update(champion=deployed("r2"), previous=deployed("r1")))
+    up(GPU, FAMILY)
+    wait_until(lambda: "previous-r1" in cell.pids(), 10)
+    warm = cell.store.load().previous
+    assert warm is not None and warm.instance is not None
+    os.kill(warm.instance.pid, signal.SIGKILL)
+    wait_until(lambda: cell.pids().get("previous-r1") not in (None, warm.instance.pid), 10)
+    assert "previous-r1" in {process.name for process in down(GPU, FAMILY)}
+
+
+def test_what_a_rollback_took_out_is_not_started_again(cell: StubCell) -> None:
+    bad = Attempt(release_id="r2", candidate="stub-r2", identity="i", state="rolled_back", failed_gate=None,
+                  reason="wrong answers", time=2.0)  # fmt: skip
+    cell.write(lambda record: record.__dict__.update(champion=deployed("r1"), previous=deployed("r2"), attempts=[bad]))
+    up(GPU, FAMILY)
+    time.sleep(1.0)
+    assert set(cell.pids()) == {"supervisor", "envoy", "watchdog", "champion-r1"}
 
 
 def test_a_handover_that_died_half_way_is_undone(cell: StubCell) -> None:

@@ -109,6 +109,7 @@ def test_a_control_of_two_environments_fails(evidence: Any, plan: Plan, judged: 
     ("client", "verdict", "check"),
     [
         (ClientOutcome(200, 199, 1), Verdict.FAIL, "lost_requests"),
+        (ClientOutcome(200, 199, 1, {"champion": 1}), Verdict.INCONCLUSIVE, "lost_elsewhere"),
         (ClientOutcome(200, 199, 0), Verdict.ERROR, "unaccounted_requests"),
         (ClientOutcome(300, 300, 0), Verdict.INCONCLUSIVE, "recorded"),
     ],

@@ -115,7 +115,10 @@ def test_what_was_refused_stays_refused_until_it_changes_or_somebody_insists(
     record = Record(gpu="cpu", family="smollm2", attempts=[attempt(loaded, state)])
     why = lifecycle.refusal(record, loaded, retry=False)
     assert (why is not None) == refused
-    assert why is None or ("flash-0 (slow)" in why and "--retry" in why)
+    assert why is None or why.release_id == "flash-0"
+    said = lifecycle.settled_cell(record, loaded, loaded.cells[0], retry=False)
+    assert (said is not None) == refused
+    assert said is None or (said.state == state and "flash-0 (slow)" in said.reason and "--retry" in said.reason)
     assert lifecycle.refusal(record, loaded, retry=True) is None
     other = Record(gpu="cpu", family="smollm2", attempts=[attempt(loaded, state, identity="other")])
     assert lifecycle.refusal(other, loaded, retry=False) is None
@@ -167,7 +170,7 @@ def test_a_champion_that_is_the_candidate_is_settled_and_nothing_changed(loaded:
 def test_a_refused_candidate_is_settled_with_exit_1(loaded: Loaded, store: RecordStore) -> None:
     store.update(lambda record: record.attempts.append(attempt(loaded, "rolled_back")))
     [result] = lifecycle.settled(loaded, retry=False) or []
-    assert (result.state, result.changed, result.exit_code) == ("rejected", False, 1)
+    assert (result.state, result.changed, result.exit_code) == ("rolled_back", False, 1)
     assert lifecycle.settled(loaded, retry=True) is None
 
 
@@ -317,3 +320,13 @@ def test_the_table_shows_of_each_kind_the_weakest_effect() -> None:
     )
     assert said == "error rate 7.2 % (0 of 40); TTFT P50 +20 %"
     assert lifecycle.detectable(["1 case of 12", "1 case of 96"]) == "1 case of 12"
+
+
+def test_an_overruled_release_moves_no_traffic_any_more(context: Context, store: RecordStore) -> None:
+    """A rollback took its lease: what is routed by now may be the next release's."""
+    store.update(Record.fence, over_lease=True)
+    store.acquire("flash-2")
+    router = FakeRouter()
+    with pytest.raises(LeaseLostError):
+        lifecycle.withdraw(context, router, "slow")  # type: ignore[arg-type]
+    assert router.reverted == []

@@ -15,8 +15,9 @@ import pytest
 
 from data.requests import RequestBody, TrafficRequest
 from tasks.processes import free_port
+from tasks.record import Shares
 from tasks.router import EnvoyRouter
-from tasks.traffic import Played, endless, play, ring_position
+from tasks.traffic import Played, endless, play, ring_position, role_on_ring
 from tests.stub_instance import StubInstance
 
 
@@ -213,7 +214,7 @@ def test_sessions_are_dealt_evenly_over_the_ring() -> None:
 
 def test_the_ring_position_says_which_role_envoy_picks(tmp_path: Path) -> None:
     """Real Envoy: weights are laid out in the order control, champion, candidate."""
-    router = EnvoyRouter(tmp_path / "cell")
+    router, shares = EnvoyRouter(tmp_path / "cell"), Shares(champion=50, control=20, candidate=30)
     with StubInstance("champion") as champion, StubInstance("control") as control, StubInstance("candidate") as new:
         router.start(free_port())
         try:
@@ -231,7 +232,7 @@ def test_the_ring_position_says_which_role_envoy_picks(tmp_path: Path) -> None:
         (stub.name, ring_position(seen.session_id))
         for stub in (champion, control, new)
         for seen in stub.requests
-        if stub.name != expected(ring_position(seen.session_id))
+        if stub.name != role_on_ring(seen.session_id, shares)
     ]
     assert wrong == []
     served = Counter(reply.role for reply in played.replies)
@@ -239,6 +240,12 @@ def test_the_ring_position_says_which_role_envoy_picks(tmp_path: Path) -> None:
     assert played.begun == served
 
 
-def expected(position: int) -> str:
-    """Of the shares champion 50, control 20, candidate 30."""
-    return "control" if position < 20 else "champion" if position < 70 else "candidate"
+def test_who_should_have_answered_is_told_by_the_ring() -> None:
+    """Nobody listens: a request is lost by the role that Envoy would have picked, not by the candidate."""
+    shares = Shares(champion=60, control=20, candidate=20)
+    played = run(requests(50), free_port(), 50, shares=shares, max_in_flight=8)
+    by_role = Counter(reply.role for reply in played.replies)
+    assert by_role.keys() == {"champion", "control", "candidate"}
+    outcome = played.outcome()
+    assert outcome.lost == 50
+    assert outcome.elsewhere == {"champion": by_role["champion"], "control": by_role["control"]}
