@@ -100,7 +100,7 @@ def _run_flow(
     prefect_server.start()
     try:
         with module.speaking(say):
-            found = module.release(candidate, champion=champion, stop_after=stop_after, retry=retry)
+            found: Any = module.release(candidate, champion=champion, stop_after=stop_after, retry=retry)
     except module.ReleaseRefusedError as refused:
         return refused.results
     return [ReleaseResult.model_validate(one) for one in found]

@@ -24,7 +24,9 @@ from typing import Any
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
+from prefect.states import Failed
 
 from attention.errors import UserError
 from data.candidate import Cell, Loaded, candidate_named, load_candidate
@@ -78,21 +80,32 @@ class ReleaseRefusedError(RuntimeError):
 @flow(name="release", flow_run_name="{candidate}", log_prints=True)
 def release(
     candidate: str, champion: str | None = None, stop_after: str | None = None, retry: bool = False
-) -> list[dict[str, Any]]:
-    """Release a candidate through all waves. Raises ReleaseRefusedError when a cell does not promote it.
+) -> list[dict[str, Any]] | State[Any]:
+    """Release a candidate through all waves. Raises ReleaseRefusedError when a cell does not promote it, and UserError.
 
     candidate: its file; for a run of a deployment its name in data/candidates, and so for champion.
     champion: the incumbent of a cell that nothing was released to (default: data/champions.yaml).
     stop_after: end after this stage passed. retry: try a candidate again that was rejected before.
     """
     say = _say.get()
-    if _deployed():
-        candidate = str(candidate_named(candidate))
-        champion = str(candidate_named(champion)) if champion is not None else None
-    results = run_release(candidate, champion=champion, stop_after=stop_after, retry=retry, say=say)
+    try:
+        if _deployed():
+            candidate = str(candidate_named(candidate))
+            champion = str(candidate_named(champion)) if champion is not None else None
+        results = run_release(candidate, champion=champion, stop_after=stop_after, retry=retry, say=say)
+    except UserError as error:
+        return _failed(error)
     if any(result.exit_code for result in results):
-        raise ReleaseRefusedError(results)
+        return _failed(ReleaseRefusedError(results))
     return [result.model_dump() for result in results]
+
+
+def _failed(error: Exception) -> State[Any]:
+    """Failed for a reason that is known: said in one line, where an exception leaves a traceback in the run's log.
+
+    Who called the flow gets the exception.
+    """
+    return Failed(message=str(error), data=error)
 
 
 def _deployed() -> bool:

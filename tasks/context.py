@@ -65,7 +65,7 @@ class Context:
         return self.store.update(change, token=self.lease.token)
 
     def held(self) -> Record:
-        """The record, read without its lock. Raises LeaseLostError where its lease is not ours: traffic is another's."""
+        """The record, read without its lock. Raises LeaseLostError where its lease is not ours any more."""
         record = self.store.load()
         if self.lease is None or record.lease is None or record.lease.token != self.lease.token:
             raise LeaseLostError("the lease was ended by a rollback, the watchdog or another release")
