@@ -425,7 +425,7 @@ def _jobs(device: str) -> int:
 
 def _show(results: list[Any]) -> None:
     """A line a row under a header, then how many of each status."""
-    rows = [("backend", "probe", "level", "required", "status", "reasons")]
+    rows: list[tuple[str, ...]] = [("backend", "probe", "level", "required", "status", "reasons")]
     for result in results:
         required, reasons = "yes" if result.required else "no", "; ".join(map(str, result.reasons))
         rows.append((result.backend, result.probe, result.level, required, result.status, reasons))

@@ -101,6 +101,7 @@ def test_a_broken_record_and_traffic_without_a_lease_fail(home: Path) -> None:
     )
     findings = failed(only(doctor._records))
     assert [one.check for one in findings] == ["record cpu broken", "record cpu open"]
+    assert "shares champion 60, control 20, candidate 20, mirror 0" in findings[1].found
     assert "rollback --family open --gpu cpu" in findings[1].remedy
 
 
