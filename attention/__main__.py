@@ -6,7 +6,8 @@
     python -m attention matrix [--drift rows.parquet [other.parquet]]
     python -m attention serve --help
 
-Exit: 0 done; 1 a probe failed; 2 bad input or set-up; 130 Ctrl-C.
+Exit: 0 done; 1 a required probe failed (`probe --help`), or `resolve` found no backend; 2 bad input or set-up;
+130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,11 @@ from attention.lifetime import die_with_parent
 
 DEFAULT_MODEL = Path("data/models/smollm2-135m-instruct")
 DEFAULT_POLICY = Path("data/policies/cpu-flash.yaml")
+
+PROBE_HELP = """Run the capability probes. A probe is required when serving this model needs it; the others say
+what else a backend can do, and most backends fail some. Exit 1: a backend that may run here by the declared rules did
+not pass a required probe, although another may stand in for it. Exit 0: none did so; whoever the declared rules refuse
+(static rows) does not count. Exit 2: no backend of the policy is left. A file of --cells requires nothing: exit 0."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     resolve.add_argument("--json", action="store_true")
     resolve.set_defaults(run=_resolve)
     probe = verb("probe", "run the capability probes", _probe, job=True, setup=True)
+    probe.description = PROBE_HELP
     probe.add_argument("--backends", help="comma-separated backends or families, or `all`; default: the policy's")
     probe.add_argument("--cells", type=Path, help="cases and checks (YAML or JSON) in place of the model's")
     probe.add_argument("--jobs", type=int, help="workers at a time; default 2, on a GPU 4")
@@ -296,10 +304,13 @@ def _resolve(args: argparse.Namespace) -> int:
     ]
     if args.json:
         print(json.dumps([r.model_dump(mode="json") for r in found], indent=1))
+    phases: dict[str, list[str]] = {}  # by what is said of them, which is often the same
     for resolution in [] if args.json else found:
-        print(f"{resolution.phase}: requested {resolution.requested}, chain {' > '.join(resolution.chain) or 'none'}")
-        for name, reasons in resolution.excluded.items():
-            print(f"    left out  {name}: {'; '.join(map(str, reasons))}")
+        lines = [f"requested {resolution.requested}, chain {' > '.join(resolution.chain) or 'none'}"]
+        lines += [f"    left out  {name}: {'; '.join(map(str, why))}" for name, why in resolution.excluded.items()]
+        phases.setdefault("\n".join(lines), []).append(resolution.phase)
+    for text, names in phases.items():
+        print(f"{', '.join(names)}: {text}")
     return 0 if all(r.chain for r in found) else 1
 
 
@@ -314,6 +325,7 @@ class ProbeSummary(BaseModel):
 def _probe(args: argparse.Namespace) -> int:
     from attention import startup
     from attention.drift import write_rows
+    from attention.probe import unmet
 
     if args.cells is not None:
         return _probe_cells(args)
@@ -328,6 +340,8 @@ def _probe(args: argparse.Namespace) -> int:
         jobs=args.jobs or _jobs(job.setup.device),
         try_declared=args.try_declared_failures,
     )
+    if not args.out and not args.json:
+        _show(results)  # before the decision: with no backend left, these rows say why
     dispatcher = startup.decide(job.setup, results)
     found = startup.identify(job.setup, dispatcher)
     summary = ProbeSummary(
@@ -351,14 +365,20 @@ def _probe(args: argparse.Namespace) -> int:
         write_rows(args.out, results)
     elif args.out:
         write_result(args.out, summary)
+    failed = unmet(results)
     if args.json:
         print(summary.model_dump_json(indent=1))
     elif not args.out:
-        _show(results)
-        print(f"resolved: {', '.join(f'{phase}={name}' for phase, name in dispatcher.resolved.items())}")
-    resolved = set(dispatcher.resolved.values())
-    failed = any(r.status != "pass" for r in results if r.backend in resolved and r.required)
+        print(f"resolved: {', '.join(f'{phase} {name}' for phase, name in dispatcher.resolved.items())}")
+        print(_verdict(failed))
     return 1 if failed else 0
+
+
+def _verdict(failed: list[tuple[str, str]]) -> str:
+    """What the exit code of `probe` says."""
+    if not failed:
+        return "exit 0: every required probe that the declared rules allow here passed"
+    return f"exit 1: required and not passed: {', '.join(f'{backend} {probe}' for backend, probe in failed)}"
 
 
 def _probe_cells(args: argparse.Namespace) -> int:
@@ -387,6 +407,7 @@ def _probe_cells(args: argparse.Namespace) -> int:
         print(json.dumps({"results": [r.model_dump(mode="json") for r in results]}, indent=1))
     elif not args.out:
         _show(results)
+        print("exit 0: a file of cells requires nothing")
     return 0
 
 
@@ -403,9 +424,16 @@ def _jobs(device: str) -> int:
 
 
 def _show(results: list[Any]) -> None:
+    """A line a row under a header, then how many of each status."""
+    rows: list[tuple[str, ...]] = [("backend", "probe", "level", "required", "status", "reasons")]
     for result in results:
-        reasons = "; ".join(str(reason) for reason in result.reasons)
-        print(f"{result.backend:22} {result.probe:18} {result.level:10} {result.status:9} {reasons}".rstrip())
+        required, reasons = "yes" if result.required else "no", "; ".join(map(str, result.reasons))
+        rows.append((result.backend, result.probe, result.level, required, result.status, reasons))
+    print("\n".join(_aligned(rows)))
+    counts = Counter(result.status for result in results)
+    named = [f"{counts[status]} {status}" for status in ("pass", "fail", "unknown")]
+    named += [f"{counts[status]} {status}" for status in sorted(counts.keys() - {"pass", "fail", "unknown"})]
+    print(f"{len(results)} rows: {', '.join(named)}")
 
 
 def _replay(args: argparse.Namespace) -> int:

@@ -531,6 +531,13 @@ def failed_reasons(results: list[ProbeResult]) -> dict[str, list[Reason]]:
     return failed
 
 
+def unmet(results: list[ProbeResult]) -> list[tuple[str, str]]:
+    """(backend, probe) of every required probe that declared rules allow here and that did not pass."""
+    refused = {(r.backend, r.probe, r.case) for r in results if r.level == "static" and r.status != "pass"}
+    bad = [r for r in results if r.required and r.status != "pass" and (r.backend, r.probe, r.case) not in refused]
+    return list(dict.fromkeys((r.backend, r.probe) for r in bad))
+
+
 def _worker() -> None:
     die_with_parent()
     torch.set_num_threads(1)

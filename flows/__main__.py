@@ -266,9 +266,9 @@ def _show(model: Any, render: Any, as_json: bool) -> None:
     if as_json:
         print(model.model_dump_json(indent=1))
         return
-    from rich.console import Console
+    from flows.tables import console_of_width
 
-    Console(highlight=False).print(render(model))
+    console_of_width().print(render(model))
 
 
 def main() -> int:

@@ -212,7 +212,8 @@ def _records() -> Iterator[Finding]:
             yield Finding(check=name, status="fail", found=str(error), remedy="restore it, or move it away")
             continue
         if record.exposed() and not record.lease_live():
-            found = f"shares {record.shares.model_dump()}, mirror {record.mirror:g}, and nobody holds the lease"
+            shares = ", ".join(f"{role} {share}" for role, share in record.shares)
+            found = f"shares {shares}, mirror {record.mirror:g}, and nobody holds the lease"
             remedy = f"`python -m flows rollback --family {family} --gpu {gpu} --reason ...`, or `down`"
             yield Finding(check=name, status="fail", found=found, remedy=remedy)
         else:
@@ -268,14 +269,13 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 def render(diagnosis: Diagnosis) -> RenderableType:
     """For a terminal: a table, then one line that says whether a release can run."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    styles = {"ok": "green", "warn": "yellow", "fail": "red bold"}
-    table = Table("check", "", "found", "what to do", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    from flows.tables import Rows, word
+
+    rows = Rows("check", "", "found, and what to do")
     for one in diagnosis.findings:
-        status = Text(one.status, style=styles[one.status])
-        table.add_row(one.check, status, Text(one.found), Text(one.remedy))
+        rows.add(one.check, word(one.status, one.status), "\n".join(filter(None, (one.found, one.remedy))))
     failed = sum(one.status == "fail" for one in diagnosis.findings)
     end = f"{failed} failed: a release cannot run" if failed else "a release can run"
-    return Group(table, Text(f"\n{end}", style="bold"))
+    return Group(rows, Text(f"\n{end}", style="bold"))

@@ -39,6 +39,7 @@ class Qualified(BaseModel):
     failed_gate: str | None
     reason: str
     gates: list[GateReport]
+    seconds: dict[str, float]  # that each stage took
     mlflow_run_id: str | None
 
     @property
@@ -87,11 +88,13 @@ def qualify_cell(loaded: Loaded, against: Loaded, cell: Cell, say: Say, *, prefi
     )
     run_id = tracker.open_release(story)
     reports: list[GateReport] = []
+    seconds: dict[str, float] = {}
     for name in OFFLINE_STAGES:
         started = time.monotonic()
         report = run_stage(name, context).report
         reports.append(report)
-        say(f"{name}: {report.verdict}, {len(report.checks)} checks, {time.monotonic() - started:.0f} s")
+        seconds[name] = round(time.monotonic() - started, 3)
+        say(f"{name}: {report.verdict}, {len(report.checks)} checks, {seconds[name]:.0f} s")
         picture = figures.save(name, context.lake, context.release_id, context.work / "figures")
         tracker.log_stage(run_id, report, [picture] if picture else [], time.monotonic() - started)
         if report.verdict is not Verdict.PASS:
@@ -112,5 +115,6 @@ def qualify_cell(loaded: Loaded, against: Loaded, cell: Cell, say: Say, *, prefi
         failed_gate=failed.stage if failed else None,
         reason=reason,
         gates=reports,
+        seconds=seconds,
         mlflow_run_id=run_id,
     )

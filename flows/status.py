@@ -19,7 +19,7 @@ from tasks.record import Attempt, Deployed, Instance, Lease, Record, RecordStore
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-NUM_ATTEMPTS = 5
+NUM_ATTEMPTS = 5  # shown; --json has all
 
 
 class ProcessStatus(BaseModel):
@@ -106,7 +106,7 @@ def _cell(record: Record) -> CellStatus:
         lease=_lease(record.lease),
         approved_by=record.approval.by if record.approval else None,
         processes=_processes(record),
-        attempts=record.attempts[: -NUM_ATTEMPTS - 1 : -1],
+        attempts=record.attempts[::-1],
     )
 
 
@@ -161,24 +161,31 @@ def _render_cell(cell: CellStatus) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
+    from flows.tables import Rows, word
+
     facts = Table.grid(padding=(0, 2))
+    facts.add_column(no_wrap=True)
+    facts.add_column(overflow="fold")
     for name, value in _facts(cell):
         facts.add_row(Text(name, style="dim"), Text(value))
     parts: list[RenderableType] = [Text(f"{cell.family} on {cell.gpu}", style="bold"), facts]
     if cell.processes:
-        table = Table("role", "process", "pid", "port", "", box=None, header_style="dim", padding=(0, 2, 0, 0))
+        rows = Rows("role", "process", "pid", "port", "", text=False)
         for one in cell.processes:
-            alive = Text("alive", style="green") if one.alive else Text("dead", style="red")
-            table.add_row(one.role, one.name, str(one.pid), "-" if one.port is None else str(one.port), alive)
-        parts.append(table)
+            port = "-" if one.port is None else str(one.port)
+            alive = "alive" if one.alive else "dead"
+            rows.add(one.role, one.name, str(one.pid), port, word(alive, alive))
+        parts.append(rows)
     if cell.attempts:
-        table = Table("ended", "release", "candidate", "state", "reason", box=None, header_style="dim",
-                      padding=(0, 2, 0, 0))  # fmt: skip
-        for attempt in cell.attempts:
+        # A release id begins with its candidate's name.
+        rows = Rows("ended", "release", "state", "reason")
+        for attempt in cell.attempts[:NUM_ATTEMPTS]:
             ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(attempt.time))
-            reason = Text(attempt.reason)  # not markup: a reason may hold brackets
-            table.add_row(ended, attempt.release_id, attempt.candidate, attempt.state, reason)
-        parts.append(table)
+            rows.add(ended, attempt.release_id, attempt.state.replace("_", " "), attempt.reason)
+        parts.append(rows)
+        earlier = len(cell.attempts) - NUM_ATTEMPTS
+        if earlier > 0:
+            parts.append(Text(f"{earlier} earlier: `status --json` has them", style="dim"))
     return Group(*parts, Text(""))
 
 
@@ -190,7 +197,7 @@ def _facts(cell: CellStatus) -> list[tuple[str, str]]:
         ("state", cell.state or "idle"),
         ("release", f"{cell.candidate} ({cell.release_id})" if cell.release_id else "-"),
         ("champion", f"{cell.champion} ({cell.champion_release})" if cell.champion else "none"),
-        ("backends", ", ".join(f"{phase}={name}" for phase, name in cell.champion_backends.items())),
+        ("backends", ", ".join(f"{phase} {name}" for phase, name in cell.champion_backends.items())),
         ("previous", f"{cell.previous} ({cell.previous_release})" if cell.previous else "none"),
         (
             "shares",

@@ -8,13 +8,17 @@ its prompt or request, and the lake has the text.
 from __future__ import annotations
 
 import difflib
+import json
 import math
+import re
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
 from attention.errors import UserError
+from attention.reasons import Reason
 from data.paths import cell_dir, cells, lake_dir
 from gates.report import figure, table
 from gates.verdict import Check, GateReport, Verdict
@@ -23,7 +27,6 @@ from tasks.story import Event, Story, tell, with_evidence
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
 
 MAX_ROWS = 8
 MAX_EVENTS = 15
@@ -66,7 +69,7 @@ def why(release_id: str) -> Why:
         confirmed_backend=story.confirmed_backend,
         gates=story.gates,
         first_failing=check,
-        evidence=_evidence(release_id, gate.stage, check.check) if gate and check else None,
+        evidence=_evidence(release_id, gate.stage, check) if gate and check else None,
         events=story.events,
     )
 
@@ -106,13 +109,35 @@ def known_releases(lake: Path) -> list[str]:
 _CASES = "backend, confirmed_backend, case_id, inputs, seed, r_rms, r_max, r_row, lse_max_abs, error"
 _TOKENS = "prompt_id, mode, position, kl, next_token_equal, flip_margin, nll_champion, nll_candidate"
 _WINDOWS = 'share, "window", side, num_requests, num_errors, ttft_p50_s, ttft_p95_s, tpot_p50_s, tpot_p95_s'
-_REQUESTS = (
-    "select request_id, role, shadow, status, finish_reason, num_nonfinite, resolved_prefill,"
-    " confirmed_prefill, resolved_decode, confirmed_decode, fallback_reason from requests"
-    " where release_id = $id and side = 'candidate' and (status is distinct from 200 or fallback"
-    " or num_nonfinite is distinct from 0 or confirmed_prefill is distinct from resolved_prefill"
-    " or (output_tokens > 1 and confirmed_decode is distinct from resolved_decode)) order by time"
+_REQUESTS = """
+select request_id, role, shadow, status, finish_reason, num_nonfinite, resolved_prefill, confirmed_prefill,
+  resolved_decode, confirmed_decode, coalesce(error, fallback_reason) as error
+from requests
+where release_id = $id and side = 'candidate' and (status is distinct from 200 or fallback
+  or finish_reason in ('error', 'cancelled') or error is not null
+  or num_nonfinite is distinct from 0 or confirmed_prefill is distinct from resolved_prefill
+  or (output_tokens > 1 and confirmed_decode is distinct from resolved_decode))
+order by time
+"""
+# A breach ends its step at once, so the step began with the last change of shares.
+_SLOWEST = """
+with step as (
+  select * from requests where release_id = $id
+    and time >= (select max(time) from events where release_id = $id and kind = 'share_changed')
 )
+select epoch(time) as time, request_id, output_tokens, batch_size_mean, ttft_s, tpot_s,
+  (select median(tpot_s) from step where side = 'control') as control_p50_tpot_s
+from step where side = 'candidate' and shadow is not true and tpot_s is not null order by tpot_s desc
+"""
+# Whoever's: the champion's requests stand under the release that it was started by, so theirs are told by time.
+_LOST = """
+with span as (select min(time) as first, max(time) as last from events where release_id = $id)
+select epoch(time) as time, request_id, role, status, finish_reason, output_tokens, e2e_s, error
+from requests, span
+where (release_id = $id or (role = 'champion' and time between span.first and span.last)) and shadow is not true
+  and not coalesce(status < 400 and finish_reason not in ('error', 'cancelled'), false)
+order by requests.time
+"""
 _PARTED = (
     "select request_id, len(theirs.token_ids) as champion_tokens, len(ours.token_ids) as shadow_tokens,"
     " list_position([pair[1] is not distinct from pair[2]"
@@ -123,27 +148,34 @@ _PARTED = (
     " order by first_difference nulls last"
 )
 
+_NO_ROWS = "what a process did not live to write, nothing can show"
+_STEP = re.compile(r"^(\d+)%\.")  # before the checks of a canary step
+_TEXT = ("error", "reasons")  # columns that may wrap; they come last
 
-def _evidence(release_id: str, stage: str, check: str) -> Evidence | None:
+
+def _evidence(release_id: str, stage: str, check: Check) -> Evidence | None:
     """The worst rows of the table that the check summed up; None where there are none."""
     from data.lake import Lake
 
-    name, sql = _source(stage, check)
+    name, sql, parameters = _source(stage, check)
     # A row as a struct keeps its column names.
     whole = f"select evidence_row from ({sql} limit {MAX_ROWS}) evidence_row"  # noqa: S608 - our own SQL
     # The champion's rows stand under the release that it was started by.
-    with Lake(lake_dir(), release_id=None if sql is _PARTED else release_id) as lake:
-        rows = [row for (row,) in lake.rows(whole, id=release_id)]
+    with Lake(lake_dir(), release_id=None if sql in (_PARTED, _LOST) else release_id) as lake:
+        rows = [row for (row,) in lake.rows(whole, id=release_id, **parameters)]
     if not rows:
         return None
-    texts = tuple(tuple(_text(value) for value in row.values()) for row in rows)
-    return Evidence(table=name, columns=tuple(rows[0]), rows=texts)
+    columns = tuple(column.removesuffix("_json") for column in rows[0])
+    texts = tuple(tuple(_cell(column, value) for column, value in row.items()) for row in rows)
+    return Evidence(table=name, columns=columns, rows=texts)
 
 
-def _source(stage: str, check: str) -> tuple[str, str]:
-    """Table and query of one check, by the names that the gates give their checks."""
-    layer, _, rest = check.partition(".")
-    last = check.rpartition(".")[2]
+def _source(stage: str, check: Check) -> tuple[str, str, dict[str, Any]]:
+    """Table, query and its parameters for one check, by the names that the gates give their checks."""
+    step = _STEP.match(check.check)
+    name = check.check[step.end() :] if step else check.check
+    layer, _, rest = name.partition(".")
+    last = name.rpartition(".")[2]
     if stage == "probe":
         columns = "backend, probe, level, status, confirmed_backend, max_abs_error, reasons_json"
         return _select("probes", columns, "status <> 'pass'", "backend, probe")
@@ -156,28 +188,43 @@ def _source(stage: str, check: str) -> tuple[str, str]:
         return _select("business_replay", columns, "passed is not true", "prompt_id, side")
     if stage == "replay":
         order = last if last in ("r_rms", "r_max", "r_row") else "lse_max_abs" if last == "lse" else "r_rms"
-        return _select("tensor_replay", _CASES, "side = 'candidate'", f"error nulls last, {order} desc nulls first")
+        order = f"error nulls last, {order} desc nulls first"
+        if "." not in rest:  # a check of all cases
+            return _select("tensor_replay", _CASES, "side = 'candidate'", order)
+        condition = "side = 'candidate' and dtype_class = $dtype_class"
+        return _select("tensor_replay", _CASES, condition, order, dtype_class=rest.partition(".")[0])
     if stage == "baseline":
         columns = "family, metric, shape_bucket, weight, ratio, ratio_low, ratio_high, verdict, num_blocks"
         family = f"family = '{layer}'" if layer in ("prefill", "decode") else "true"
         return _select("perf_cells", columns, family, "ratio desc nulls first")
-    if stage in ("canary", "expand") and check.startswith(("ttft", "tpot", "memory")):
-        return _select("canary_windows", _WINDOWS, f"stage = '{stage}'", 'share, "window", side')
-    if stage == "shadow" and "divergence" in check:
-        return "requests", _PARTED
+    if stage in ("canary", "expand") and name.startswith(("ttft", "tpot", "memory")):
+        condition, share = f"stage = '{stage}'", {}
+        if step:
+            condition, share = f"{condition} and share = $share", {"share": int(step[1])}
+        return _select("canary_windows", _WINDOWS, condition, 'share, "window", side', **share)
+    if stage == "shadow" and "divergence" in name:
+        return "requests", _PARTED, {}
+    if name == "breach" and "TPOT" in check.message:
+        return "requests", _SLOWEST, {}
+    if name == "lost_requests" or (name == "breach" and "users lost" in check.message):
+        return "requests", _LOST, {}
     if stage in ("shadow", "canary", "expand"):
-        return "requests", _REQUESTS
+        return "requests", _REQUESTS, {}
     return _select("fingerprints", "side, fingerprint_id, node, gpu, model", "true", "side")
 
 
-def _select(name: str, columns: str, condition: str, order: str) -> tuple[str, str]:
+def _select(name: str, columns: str, condition: str, order: str, **parameters: Any) -> tuple[str, str, dict[str, Any]]:
     sql = f"select {columns} from {name} where release_id = $id and {condition} order by {order}"  # noqa: S608
-    return name, sql
+    return name, sql, parameters
 
 
-def _text(value: Any) -> str:
+def _cell(column: str, value: Any) -> str:
     if value is None:
         return "-"
+    if column == "time":  # seconds since 1970; a person reads the local clock, as in the events
+        return datetime.fromtimestamp(value).astimezone().strftime("%H:%M:%S")
+    if column == "reasons_json":
+        return "; ".join(str(Reason.model_validate(reason)) for reason in json.loads(value))
     if isinstance(value, float):
         return figure(value) if math.isfinite(value) else str(value)
     return str(value)
@@ -191,6 +238,8 @@ def render(answer: Why) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
+    from flows.tables import Rows
+
     parts: list[RenderableType] = [Text(answer.headline, style="bold")]
     if answer.reason:
         parts.append(Text(answer.reason))
@@ -200,18 +249,19 @@ def render(answer: Why) -> RenderableType:
     parts.append(_gate_table(answer.gates))
     if answer.evidence is not None and answer.first_failing is not None:
         parts.append(Text(f"\n{answer.evidence.table} behind {answer.first_failing.check}", style="bold"))
-        grid = _grid(*answer.evidence.columns)
+        rows = Rows(*answer.evidence.columns, text=answer.evidence.columns[-1] in _TEXT)
         for row in answer.evidence.rows:
-            grid.add_row(*(Text(value) for value in row))
-        parts.append(grid)
+            rows.add(*row)
+        parts.append(rows)
+    elif answer.first_failing is not None:
+        parts.append(Text(f"\nno row of the lake is behind {answer.first_failing.check}: {_NO_ROWS}"))
     if answer.events:
         parts.append(Text("\nevents", style="bold"))
-        grid = _grid("time", "severity", "event", "subject", "what happened")
+        rows = Rows("time", "severity", "event", "subject", "what happened")
         for event in answer.events[-MAX_EVENTS:]:
             clock = event.time.strftime("%H:%M:%S") if event.time else ""
-            words = (clock, event.severity, event.kind, event.subject, event.message)
-            grid.add_row(*(Text(word) for word in words))
-        parts.append(grid)
+            rows.add(clock, event.severity, event.kind, event.subject, event.message)
+        parts.append(rows)
     return Group(*parts)
 
 
@@ -219,27 +269,15 @@ def _gate_table(gates: tuple[GateReport, ...]) -> RenderableType:
     """A line a gate; under it the checks that did not pass."""
     from rich.text import Text
 
+    from flows.tables import Rows, word
+
     if not gates:
         return Text("no gate has judged it yet")
-    grid = _grid("gate", "verdict", "observed", "limit", "owner", "why")
+    rows = Rows("gate", "verdict", "observed", "limit", "owner", "why")
     for gate in gates:
-        grid.add_row(gate.stage, _verdict(gate.verdict.value), "", "", "", Text(gate.reason))
+        rows.add(gate.stage, word(gate.verdict.value, gate.verdict.value), "", "", "", gate.reason)
         for row in table(gate):
             if row.verdict != "pass":
-                reason = Text(f"{row.message}\nlimit: {row.reason}" if row.reason else row.message)
-                cells = (f"  {row.check}", _verdict(row.verdict), row.observed, row.limit, row.owner)
-                grid.add_row(*cells, reason)
-    return grid
-
-
-def _verdict(verdict: str) -> RenderableType:
-    from rich.text import Text
-
-    styles = {"pass": "green", "inconclusive": "yellow", "error": "red", "fail": "red bold"}
-    return Text(verdict, style=styles.get(verdict, ""))
-
-
-def _grid(*columns: str) -> Table:
-    from rich.table import Table
-
-    return Table(*columns, box=None, header_style="dim", padding=(0, 2, 0, 0))
+                reason = f"{row.message}\nlimit: {row.reason}" if row.reason else row.message
+                rows.add(f"  {row.check}", word(row.verdict, row.verdict), row.observed, row.limit, row.owner, reason)
+    return rows

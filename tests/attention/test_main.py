@@ -14,7 +14,10 @@ import pytest
 import torch
 
 from attention.__main__ import main
+from attention.cases import AttentionCase
 from attention.job import Setup
+from attention.probe import Level, ProbeResult, Status
+from attention.reasons import Code, Reason
 
 REPO = Path(__file__).parents[2]
 VERBS = ("fingerprint", "matrix", "resolve", "probe", "replay", "compare", "bench", "serve")
@@ -142,10 +145,81 @@ def test_resolve_explains_the_policy_of_the_document(capsys: pytest.CaptureFixtu
     document = str(REPO / "data/policies/document.yaml")
     assert main(["resolve", document, "--model", str(setup.model)]) == 0
     text = capsys.readouterr().out
-    assert "decode: requested flashinfer:fa3, chain torch_sdpa:flash > torch_sdpa:math" in text
-    assert "left out  flashinfer:fa3: ARCH_UNSUPPORTED" in text
+    chain = "requested flashinfer:fa3, chain torch_sdpa:flash > torch_sdpa:math"
+    assert text.splitlines()[0] == f"prefill, decode, extend: {chain}"
+    assert text.count("left out  flashinfer:fa3: ARCH_UNSUPPORTED") == 1
+    assert "pip install flashinfer-python" in text
     assert main(["resolve", document, "--model", str(setup.model), "--json"]) == 0
     assert [r["phase"] for r in json.loads(capsys.readouterr().out)] == ["prefill", "decode", "extend"]
+
+
+def test_resolve_tells_phases_apart_that_differ(
+    capsys: pytest.CaptureFixture[str], setup: Setup, tmp_path: Path
+) -> None:
+    policy = tmp_path / "policy.yaml"
+    override = "{phase: decode, preferred: [math]}"
+    policy.write_text(f"attention_policy: {{preferred: [torch_sdpa:flash], overrides: [{override}]}}")
+    assert main(["resolve", str(policy), "--model", str(setup.model)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "prefill, extend: requested torch_sdpa:flash, chain torch_sdpa:flash",
+        "decode: requested torch_sdpa:math, chain torch_sdpa:math > torch_sdpa:flash",
+    ]
+
+
+def probed(backend: str, probe: str, level: Level, status: Status, *, required: bool = True) -> ProbeResult:
+    case = AttentionCase(
+        phase="decode", batch="q1s64", heads_q=4, heads_kv=2, head_dim_qk=16, head_dim_vo=16, dtype="float32"
+    )
+    reason = Reason(
+        code=Code.NUMERIC_DRIFT, dimension="R_rms", observed="70", allowed="<= 10", source="probe", message="too far"
+    )
+    return ProbeResult(
+        backend=backend, probe=probe, level=level, feature="decode", required=required, case=case, status=status,
+        reasons=() if status == "pass" else (reason,),
+    )  # fmt: skip
+
+
+SOUND = [
+    probed("torch_sdpa:flash", "single_decode", "static", "pass"),
+    probed("torch_sdpa:flash", "single_decode", "execute", "pass"),
+    probed("torch_sdpa:flash", "graph_replay", "static", "fail", required=False),
+    probed("torch_sdpa:flash", "lse", "execute", "unknown", required=False),
+    probed("torch_sdpa:math", "single_decode", "static", "fail"),
+]
+
+
+def test_probe_says_what_failed_and_what_its_exit_code_means(
+    capsys: pytest.CaptureFixture[str], setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attention.startup.probe", lambda *args, **kwargs: SOUND)
+    assert main(["probe", *flags(setup)]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["backend", "probe", "level", "required", "status", "reasons"]
+    assert lines[0].split() == ["torch_sdpa:flash", "single_decode", "static", "yes", "pass"]
+    assert lines[2].index("NUMERIC_DRIFT") == header.index("reasons")
+    assert lines[-3:] == [
+        "5 rows: 2 pass, 2 fail, 1 unknown",
+        "resolved: prefill torch_sdpa:flash, decode torch_sdpa:flash, extend torch_sdpa:flash",
+        "exit 0: every required probe that the declared rules allow here passed",
+    ]
+
+
+def test_a_required_probe_that_fails_exits_one_although_another_backend_stands_in(
+    capsys: pytest.CaptureFixture[str], setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = probed("torch_sdpa:flash", "paged_kv", "execute", "fail")
+    monkeypatch.setattr("attention.startup.probe", lambda *args, **kwargs: [*SOUND, bad])
+    assert main(["probe", *flags(setup)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].startswith("resolved: prefill torch_sdpa:math")
+    assert lines[-1] == "exit 1: required and not passed: torch_sdpa:flash paged_kv"
+
+
+def test_the_help_of_probe_says_what_its_exit_code_means(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["probe", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Exit 1: a backend that may run here by the declared rules did not pass a required probe" in text
 
 
 def rows(lake: Path, table: str) -> list[dict[str, Any]]:

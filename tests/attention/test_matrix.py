@@ -144,7 +144,16 @@ def test_a_missing_package_is_named_also_where_the_platform_has_no_rules(monkeyp
     arch, package = declared_reasons("flash_attn:fa2", case(), device="cpu")
     assert (arch.code, arch.observed, arch.allowed) == (Code.ARCH_UNSUPPORTED, "cpu", "cuda")
     assert package.code == Code.IMPORT_FAILED
-    assert "attention-release[gpu]" in package.message
+    assert package.message == "flash_attn_2_cuda cannot be imported: pip install flash-attn"
+
+
+def test_a_remedy_names_packages_of_an_index_or_what_to_build() -> None:
+    """This project itself is on no index."""
+    remedies = {name: sheet.remedy for name, sheets in matrix.declared().items() for sheet in sheets.values()}
+    assert all(remedy.startswith(("pip install ", "build ")) for remedy in remedies.values())
+    assert not any("attention-release" in remedy for remedy in remedies.values())
+    assert remedies["flash_attn:fa4"] == "pip install flash-attn-4"
+    assert remedies["flashinfer:cudnn"] == "pip install flashinfer-python nvidia-cudnn-frontend"
 
 
 def test_an_installed_package_does_not_hide_that_the_platform_has_no_rules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,7 @@ def test_a_broken_record_and_traffic_without_a_lease_fail(home: Path) -> None:
     )
     findings = failed(only(doctor._records))
     assert [one.check for one in findings] == ["record cpu broken", "record cpu open"]
+    assert "shares champion 60, control 20, candidate 20, mirror 0" in findings[1].found
     assert "rollback --family open --gpu cpu" in findings[1].remedy
 
 
@@ -155,6 +156,17 @@ def test_one_failure_stops_a_release_and_warnings_do_not() -> None:
     text = console.export_text()
     assert "c [d]" in text
     assert "1 failed: a release cannot run" in text
+
+
+def test_names_and_paths_are_whole_at_eighty_columns() -> None:
+    folder = "/work/somebody/attention-release/data/models/smollm2-135m-instruct"
+    name = "record NVIDIA-H200 a-family-of-models"
+    found = Finding(check=name, status="fail", found=f"{folder} is not complete", remedy="run `make setup`")
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(render(Diagnosis(findings=[found])))
+    lines = console.export_text().splitlines()
+    assert lines[1:4] == [f"{name}  fail", f"    {folder} is not", "    complete"]
+    assert lines[4] == "    run `make setup`"
 
 
 def test_the_repository_that_doctor_looks_at_is_this_one() -> None:

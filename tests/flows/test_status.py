@@ -35,8 +35,8 @@ def this_process() -> Instance:
     return Instance(name="champion-1", port=9001, pid=os.getpid(), started=started, log="x.log")
 
 
-def printed(report: StatusReport) -> str:
-    console = Console(width=160, record=True, file=io.StringIO())
+def printed(report: StatusReport, width: int = 160) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(render(report))
     return console.export_text()
 
@@ -77,11 +77,33 @@ def test_processes_that_only_a_file_tells_of_are_shown() -> None:
     assert (process.name, process.alive) == ("envoy", False)
 
 
-def test_the_last_attempts_come_newest_first() -> None:
+def test_the_last_five_attempts_are_shown_and_the_others_counted() -> None:
     record = running("smollm2", "r9", "flash", "promoted")
-    record.attempts = [attempt(f"r{i}", "wrong-scale", "rejected", "replay") for i in range(9)]
+    record.attempts = [attempt(f"try-{i}", "wrong-scale", "rejected", "replay") for i in range(9)]
     put(record)
-    assert [one.release_id for one in status().cells[0].attempts] == ["r8", "r7", "r6", "r5", "r4"]
+    report = status()
+    assert [one.release_id for one in report.cells[0].attempts] == [f"try-{i}" for i in reversed(range(9))]
+    text = printed(report)
+    assert [f"try-{i}" in text for i in range(9)] == [False] * 4 + [True] * 5
+    assert "4 earlier: `status --json` has them" in text
+
+
+def test_five_attempts_have_none_earlier() -> None:
+    record = running("smollm2", "r9", "flash", "promoted")
+    record.attempts = [attempt(f"try-{i}", "wrong-scale", "rejected", "replay") for i in range(5)]
+    put(record)
+    assert "earlier" not in printed(status())
+
+
+def test_release_ids_are_whole_at_eighty_columns() -> None:
+    release_id = "a-candidate-with-quite-a-long-name-20261129-231502"
+    record = running("smollm2", release_id, "a-candidate-with-quite-a-long-name", "rolled_back")
+    record.attempts = [attempt(release_id, "a-candidate-with-quite-a-long-name", "rolled_back", "canary [50 %]")]
+    put(record)
+    lines = printed(status(), width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum(release_id in line for line in lines) == 2
+    assert any("canary [50 %]: too far off" in line for line in lines)
 
 
 def test_a_broken_record_hides_no_other_cell() -> None:

@@ -2,17 +2,19 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from attention.errors import UserError
+from attention.schemas import write_rows
 from data.paths import cell_dir, lake_dir
-from flows.why import Why, render, why
+from flows.why import Evidence, Why, render, why
 from gates.verdict import Check, GateReport, Verdict
 from tasks.record import RecordStore
-from tests.tasks.sample_lake import SECRET, SECRET_TOKEN, fill, passing
+from tests.tasks.sample_lake import SECRET, SECRET_TOKEN, START, fill, passing
 from tests.tasks.sample_record import attempt, running
 
 
@@ -30,16 +32,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def printed(answer: Why) -> str:
-    console = Console(width=200, record=True, file=io.StringIO())
+def printed(answer: Why, width: int = 200) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(render(answer))
     return console.export_text()
 
 
-def failed(release_id: str, stage: str, check: str) -> Why:
+def failed(release_id: str, stage: str, check: str, message: str = "too far off") -> Why:
     """The answer for a release whose only failing check is this one."""
     fill(lake_dir(), release_id)
-    bad = Check(check=check, verdict=Verdict.FAIL, observed=2.0, limit=1.0, message=f"{check} is 2")
+    bad = Check(check=check, verdict=Verdict.FAIL, observed=2.0, limit=1.0, message=f"{check}: {message}")
     later = GateReport(stage="replay", checks=passing("replay").checks)
     for report in (later, GateReport(stage=stage, checks=(bad,))):
         report.write(lake_dir(), release_id, gpu="cpu", model="m")
@@ -75,6 +77,7 @@ def test_the_evidence_is_the_worst_rows_behind_the_first_failing_check(home: Pat
         ("shadow", "divergence_share", "requests"),
         ("shadow", "faults", "requests"),
         ("canary", "tpot_p95_ratio", "canary_windows"),
+        ("canary", "50%.tpot_p95_ratio", "canary_windows"),
         ("canary", "confirmed", "requests"),
     ],
 )
@@ -89,6 +92,88 @@ def test_each_gate_has_evidence_to_show_and_none_of_it_is_text_of_a_user(
     everything = answer.model_dump_json() + printed(answer)
     assert SECRET not in everything
     assert str(SECRET_TOKEN) not in everything
+
+
+def column(evidence: Evidence | None, name: str) -> list[str]:
+    assert evidence is not None
+    return [row[evidence.columns.index(name)] for row in evidence.rows]
+
+
+def add(release_id: str, table: str, *rows: dict[str, object]) -> None:
+    common = {"side": "candidate", "time": START + timedelta(seconds=90)}
+    write_rows(lake_dir(), table, [{**common, **row} for row in rows], release_id=release_id)
+
+
+def test_a_failing_class_of_dtypes_shows_its_own_rows(home: Path) -> None:
+    row = {"backend": "b", "inputs": "normal", "seed": 0, "r_max": 1.0, "r_row": 1.0}
+    add("half", "tensor_replay", {**row, "case_id": "half-case", "dtype_class": "bfloat16", "r_rms": 1.2345e-5})
+    found = failed("half", "replay", "tensor.bfloat16.r_rms").evidence
+    assert column(found, "case_id") == ["half-case"]
+    assert column(found, "r_rms") == ["1.234e-05"]
+    assert "half-case" not in column(failed("half", "replay", "tensor.float32.r_rms").evidence, "case_id")
+
+
+def test_a_step_of_the_canary_shows_its_own_windows(home: Path) -> None:
+    assert set(column(failed("step", "canary", "50%.ttft_p50_ratio").evidence, "share")) == {"50"}
+
+
+def test_a_slow_candidate_shows_its_slowest_requests_of_the_step_beside_controls_median(home: Path) -> None:
+    step = {"kind": "share_changed", "severity": "info", "subject": "60/20/20", "time": START + timedelta(seconds=80)}
+    add("slow", "events", step)
+    before = {"time": START + timedelta(seconds=79), "request_id": "before", "tpot_s": 9.0}
+    mine = [{"request_id": f"mine-{i}", "tpot_s": 1.0 + i} for i in range(12)]
+    control = [{"request_id": f"control-{i}", "tpot_s": 0.25, "side": "control"} for i in range(900)]
+    add("slow", "requests", before, *mine, *control)
+    found = failed("slow", "canary", "20%.breach", "median TPOT is 8 times control's").evidence
+    assert column(found, "request_id") == [f"mine-{i}" for i in reversed(range(4, 12))]
+    assert column(found, "tpot_s")[0] == "12"
+    assert set(column(found, "control_p50_tpot_s")) == {"0.25"}
+
+
+def test_lost_requests_are_shown_whoever_served_them(home: Path) -> None:
+    bad = {"request_id": "cut", "role": "candidate", "status": 200, "finish_reason": "error", "error": "it broke"}
+    add("losing", "requests", bad)
+    lost = {"role": "champion", "side": "champion", "request_id": "theirs", "status": 503}
+    add("r-elsewhere", "requests", lost, {**lost, "request_id": "later", "time": START + timedelta(days=1)})
+    add("losing", "events", {"kind": "x", "time": START - timedelta(days=1)}, {"kind": "y"})
+    for check, message in (("100%.lost_requests", "2"), ("100%.breach", "users lost 2 of the last 20 requests")):
+        answer = failed("losing", "canary", check, message)
+        ids = set(column(answer.evidence, "request_id"))
+        assert {"cut", "theirs"} <= ids
+        assert "later" not in ids
+
+
+def test_a_check_without_rows_says_so(home: Path) -> None:
+    answer = failed("dead", "expand", "breach", "the process of candidate-1 died")
+    assert answer.evidence is None
+    assert "no row of the lake is behind breach" in printed(answer)
+
+
+def test_nothing_that_a_person_copies_is_cut_at_eighty_columns(home: Path) -> None:
+    release_id = "a-candidate-with-quite-a-long-name-20261129-231502"
+    row = {
+        "case_id": "prefill-q512s512-h9/3-d64-float32-0123abcd",
+        "backend": "flex_attention:triton",
+        "confirmed_backend": "flex_attention:triton",
+        "dtype_class": "float32",
+        "inputs": "large_logit",
+        "seed": 0,
+        "r_rms": 91234.5,
+        "r_max": 1.2345e-5,
+        "r_row": 6.789e-12,
+        "lse_max_abs": 3.4567e-9,
+    }
+    add(release_id, "tensor_replay", row)
+    check = Check(check="tensor.float32.r_rms", verdict=Verdict.FAIL, observed=9.871e-7, limit=1.23e-8, owner="num")
+    long = check.model_copy(update={"check": "a_check.with_a_name_that_is.quite_long_indeed"})
+    fill(lake_dir(), release_id)
+    GateReport(stage="replay", checks=(check, long)).write(lake_dir(), release_id, gpu="cpu", model="m")
+    text = printed(why(release_id), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    ids = (row["case_id"], row["backend"], long.check)
+    for part in (*ids, "1.234e-05", "6.789e-12", "3.457e-09", "9.871e-07", "<= 1.23e-08"):
+        assert str(part) in text
+    assert "…" not in text
 
 
 def test_an_unknown_release_is_answered_with_the_nearest_ids(home: Path) -> None:
