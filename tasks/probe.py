@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from attention.job import ProbeJob
 from gates import probe as gate
 from tasks.context import Context, StageOutcome
@@ -29,5 +27,6 @@ def run(context: Context) -> StageOutcome:
         text = f"{fallback['phase']}: {fallback['from']} gave way to {fallback['to']}: {'; '.join(fallback['reasons'])}"
         context.event("startup_fallback", text, severity="warning", subject=fallback["phase"])
     report = gate.judge(context.lake, context.release_id, context.plan, required=required, fallbacks=tuple(fallbacks))
-    context.say(f"probe: {len(required)} required cells; resolved {json.dumps(found['resolved'])}")
+    chosen = ", ".join(f"{phase} {backend}" for phase, backend in found["resolved"].items())
+    context.say(f"probe: {len(required)} required cells; {chosen}")
     return StageOutcome(report, {"resolved": found["resolved"], "fallbacks": found["fallbacks"]})
