@@ -39,13 +39,16 @@ def _dot(a, b, acc):
 
 @triton.jit
 def _pages(table, start, offs_n, kv_len, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page of every key of a block, or the one page that holds the whole block."""
+    """Page of every key of a block, or the one page that holds the whole block.
+
+    Not widened here: only a load that the loop carries as it is gets issued a whole block ahead (Triton 3.6).
+    """
     if PAGE_SIZE % BLOCK_N == 0:
         pages = tl.load(table + start // PAGE_SIZE, mask=start < kv_len, other=0)
     else:
         keys = start + offs_n
         pages = tl.load(table + keys // PAGE_SIZE, mask=keys < kv_len, other=0)
-    return pages.to(tl.int64)
+    return pages
 
 
 @triton.jit
@@ -54,9 +57,9 @@ def _key_rows(base, pages, start, offs_n, stride_page, stride_slot, PAGE_SIZE: t
     if PAGE_SIZE == 0:
         rows = base + (start + offs_n).to(tl.int64) * stride_slot
     elif PAGE_SIZE % BLOCK_N == 0:
-        rows = base + (pages * stride_page + (start % PAGE_SIZE) * stride_slot) + offs_n * stride_slot
+        rows = base + (pages.to(tl.int64) * stride_page + (start % PAGE_SIZE) * stride_slot) + offs_n * stride_slot
     else:
-        rows = base + (pages * stride_page + ((start + offs_n) % PAGE_SIZE) * stride_slot)
+        rows = base + (pages.to(tl.int64) * stride_page + ((start + offs_n) % PAGE_SIZE) * stride_slot)
     return rows
 
 

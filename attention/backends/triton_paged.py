@@ -42,6 +42,7 @@ class Tiles:
     """How the kernel is cut: rows and keys a tile, warps, stages of the load pipeline.
 
     `num_splits` fixes into how many parts the keys of the longest member fall (decode only); None fills the GPU.
+    `max_registers` a thread lets more blocks share a multiprocessor, at the price of spills; None leaves it to Triton.
     """
 
     block_m: int
@@ -49,6 +50,7 @@ class Tiles:
     num_warps: int
     num_stages: int
     num_splits: int | None = None
+    max_registers: int | None = None
 
 
 #: (head dim up to, bytes of q's dtype, page class) -> tiles. Class `block`: a page holds whole blocks of keys, or there
@@ -372,6 +374,8 @@ class _PlannedPaged(Planned):
                 "num_warps": part.tiles.num_warps,
                 "num_stages": part.tiles.num_stages,
             }
+            if part.tiles.max_registers is not None:
+                options["maxnreg"] = part.tiles.max_registers
             grid = (part.num_tiles * (spec.heads_q // part.pack), 1, 1)
             self._launches.append((triton_kernels.attend[grid], options, f"attention_release_paged_{phase}"))
         if self._few.split:

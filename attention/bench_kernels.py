@@ -1,0 +1,192 @@
+"""Attention kernels against what bounds them: decode beside a plain read of the same bytes, prefill beside FA2.
+
+    python -m attention.bench_kernels --device cuda --out rows.json [--only decode] [--blocks 25]
+    TRITON_INTERPRET=1 python -m attention.bench_kernels --device cpu --small --out rows.json
+
+Decode: 64 sequences of 4096 keys; TB/s of K and V. `read:triton` and `read:torch` only sum the same bytes. Prefill: one
+causal prompt of 8192 tokens; TFLOP/s. 32 query and 8 KV heads, D 128, bfloat16. Every contender has the same numbers,
+in the layout that it reads without a copy.
+
+Each is first checked against the fp64 oracle, in worker processes side by side, where it also compiles; one that
+crashes or is wrong is a row with its error. The sound ones then take turns in one process, in alternating order, each
+call with a cold L2 and queued behind a sleep of the GPU, so that no figure holds host time. Figures are medians; the
+quartiles stand beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from attention.bench_contenders import READS, Shape, shapes
+from attention.errors import UserError
+from attention.isolate import Outcome, in_workers
+
+#: Beside `triton:paged`, where they are installed.
+OTHERS = ("flash_attn:fa2", "flash_attn:fa4", "flashinfer:fa2", "torch_sdpa:cudnn")
+#: What a figure is divided by: of several the fastest.
+BASELINES = {"decode": READS, "prefill": ("flash_attn:fa2",)}
+_COMMAND = (sys.executable, "-m", "attention.bench_contenders")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender on one shape: median and quartiles of `blocks` calls, or the error.
+
+    `ratio` is the figure over that of `baseline` in the same run.
+    """
+
+    shape: str
+    contender: str
+    unit: str
+    figure: float | None = None
+    microseconds: float | None = None
+    low_us: float | None = None
+    high_us: float | None = None
+    blocks: int = 0
+    confirmed: str | None = None
+    r_rms: float | None = None
+    baseline: str | None = None
+    ratio: float | None = None
+    error: str | None = None
+
+
+def bench(
+    shape: Shape,
+    names: Sequence[str],
+    *,
+    device: str,
+    small: bool = False,
+    blocks: int = 25,
+    jobs: int = 4,
+    timeout_s: float = 120.0,
+    deadline: float | None = None,
+) -> list[Row]:
+    """A row for every contender of a shape, best first, those with an error last. `jobs` workers check at a time."""
+    task = {"shape": shape.name, "device": device, "small": small}
+
+    def check(some: Sequence[str]) -> list[Outcome]:
+        return in_workers(_COMMAND, {**task, "what": "check"}, some, timeout_s=timeout_s, deadline=deadline)
+
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        checked = [one for found in pool.map(check, _dealt(names, jobs)) for one in found]
+    sound = {one.name: one for one in checked if one.error is None}
+    rows = [Row(shape.name, one.name, shape.unit, error=one.error) for one in checked if one.error is not None]
+    order = [name for name in names if name in sound]
+    timing = {**task, "what": "time", "blocks": blocks}
+    for one in in_workers(_COMMAND, timing, order, timeout_s=timeout_s, deadline=deadline):
+        row = Row(shape.name, one.name, shape.unit, error=one.error, **sound[one.name].said)
+        if one.error is None:
+            said = one.said
+            micros = {k: round(said[s] * 1e6, 2) for k, s in (("low_us", "low_s"), ("high_us", "high_s"))}
+            row = replace(
+                row,
+                figure=float(f"{shape.figure(said['seconds']):.5g}"),
+                microseconds=round(said["seconds"] * 1e6, 2),
+                blocks=said["blocks"],
+                **micros,
+            )
+        rows.append(row)
+    return sorted(_with_ratios(rows, shape), key=lambda row: -(row.figure or 0))
+
+
+def _dealt(names: Sequence[str], jobs: int) -> list[Sequence[str]]:
+    """Names dealt to workers like cards: neighbours, which cost alike, come apart."""
+    return [names[i::jobs] for i in range(min(jobs, len(names)))]
+
+
+def _with_ratios(rows: list[Row], shape: Shape) -> list[Row]:
+    bases = [row for row in rows if row.contender in BASELINES[shape.case.phase] and row.figure]
+    if not bases:
+        return rows
+    base = max(bases, key=lambda row: row.figure or 0)
+    return [
+        row if row.figure is None else replace(row, baseline=base.contender, ratio=round(row.figure / base.figure, 3))
+        for row in rows
+        if base.figure
+    ]
+
+
+def contenders(shape: Shape, device: str) -> list[str]:
+    """What a shape is measured with by default."""
+    others = OTHERS if device != "cpu" else ("torch_sdpa:flash", "torch_sdpa:math")
+    return ["triton:paged", *(READS if shape.is_decode else ()), *others]
+
+
+def write(rows: list[Row], path: Path) -> None:
+    """Rows as Parquet (`.parquet`) or JSON (`.json`). UserError for another ending."""
+    documents = [asdict(row) for row in rows]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".json":
+        path.write_text(json.dumps({"rows": documents}, indent=1) + "\n")
+    elif path.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(documents), path)
+    else:
+        raise UserError(f"--out {path}: write rows to a .json or .parquet file")
+
+
+def line(row: Row) -> str:
+    """For a person."""
+    if row.error is not None:
+        return f"{row.shape:16} {row.contender:30} {row.error}"
+    ratio = "" if row.ratio is None else f"  {row.ratio:6.1%} of {row.baseline}"
+    return f"{row.shape:16} {row.contender:30} {row.figure:10.4g} {row.unit:8} {row.microseconds:9.1f} us{ratio}"
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """The flags that this and `triton_tune` share."""
+    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--out", type=Path, required=True, help="a .json or .parquet file of rows")
+    found.add_argument("--device", default="cuda", help="cuda, or cpu with --small in Triton's interpreter")
+    found.add_argument("--small", action="store_true", help="shapes that the interpreter can do")
+    found.add_argument("--only", default="", help="shapes whose name contains this")
+    found.add_argument("--blocks", type=int, default=25, help="timed calls a contender")
+    found.add_argument("--jobs", type=int, default=4, help="workers that check and compile at a time")
+    found.add_argument("--timeout-s", type=float, default=120.0, help="seconds that one contender may take")
+    found.add_argument("--budget-s", type=float, help="seconds for everything; what is left has an error")
+    return found
+
+
+def run(options: argparse.Namespace, names_of: Callable[[Shape], list[str]]) -> int:
+    """Measure what the flags ask for; the file is written anew after every shape. 1 when a first contender failed."""
+    write([], options.out)  # a wrong ending shows before the work
+    deadline = None if options.budget_s is None else time.monotonic() + options.budget_s
+    rows: list[Row] = []
+    for shape in shapes(options.small).values():
+        if options.only not in shape.name:
+            continue
+        rows += bench(
+            shape,
+            names_of(shape),
+            device=options.device,
+            small=options.small,
+            blocks=options.blocks,
+            jobs=options.jobs,
+            timeout_s=options.timeout_s,
+            deadline=deadline,
+        )
+        write(rows, options.out)
+        print("\n".join(line(row) for row in rows if row.shape == shape.name), flush=True)
+    return 1 if any(row.error for row in rows if row.contender == "triton:paged") else 0
+
+
+def main() -> int:
+    options = parser(__doc__).parse_args()
+    try:
+        return run(options, lambda shape: contenders(shape, options.device))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
