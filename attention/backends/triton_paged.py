@@ -58,8 +58,8 @@ class Tiles:
 _PREFILL: dict[tuple[int, int, str], Tiles] = {
     (64, 2, "block"): Tiles(128, 64, 4, 3),
     (64, 2, "row"): Tiles(128, 64, 4, 3),
-    (128, 2, "block"): Tiles(128, 64, 8, 3),
-    (128, 2, "row"): Tiles(128, 64, 8, 3),
+    (128, 2, "block"): Tiles(64, 64, 4, 3),
+    (128, 2, "row"): Tiles(128, 128, 8, 3),
     (256, 2, "block"): Tiles(128, 64, 8, 2),
     (256, 2, "row"): Tiles(128, 64, 8, 2),
     (576, 2, "block"): Tiles(64, 32, 8, 2),
@@ -77,8 +77,8 @@ _PREFILL: dict[tuple[int, int, str], Tiles] = {
 _DECODE: dict[tuple[int, int, str], Tiles] = {
     (64, 2, "block"): Tiles(64, 64, 4, 4),
     (64, 2, "row"): Tiles(64, 64, 4, 4),
-    (128, 2, "block"): Tiles(64, 64, 4, 3),
-    (128, 2, "row"): Tiles(64, 64, 4, 3),
+    (128, 2, "block"): Tiles(64, 64, 4, 4),
+    (128, 2, "row"): Tiles(64, 32, 4, 3),
     (256, 2, "block"): Tiles(64, 64, 4, 2),
     (256, 2, "row"): Tiles(64, 64, 4, 2),
     (576, 2, "block"): Tiles(64, 32, 8, 2),
