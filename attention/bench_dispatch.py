@@ -2,7 +2,8 @@
 
     python -m attention bench dispatch --backend torch_sdpa:flash --device cuda [--calls 20000] [--json]
 
-Both calls do the same work on the same tensors; what `run` takes longer on the host is the price of governance.
+Both calls do the same work on the same tensors, without the LSE, which serving does not use; what `run` takes longer
+on the host is the price of governance.
 Pairs of calls in alternating order (A B, B A, ...), so that both see the same minutes of the same machine; the
 figure is the median, since a host is interrupted often and late. On a GPU the calls are asynchronous: a sync every
 few calls, outside the clock, keeps the launch queue from filling, or a call would wait for the device.
@@ -36,6 +37,8 @@ from attention.replay.problems import Problem, make
 SYNC_EVERY = 16
 #: Default number of pairs. A call on the CPU takes the kernel's time too, so fewer fit into a minute.
 DEFAULT_CALLS = {"cuda": 20_000, "cpu": 2_000}
+#: Tokens a page, where a backend does not take 16.
+PAGE_SIZES = {"flash_attn:fa2": 256}
 _WARM_UP = 20
 
 
@@ -73,7 +76,7 @@ def measure(backend: str, case: AttentionCase, *, device: str, calls: int | None
     if reasons := found.check(case):
         raise UserError(f"{backend} cannot run {case.case_id}: {'; '.join(map(str, reasons))}")
     problem = make(case, "normal", 1, device=device)
-    planned = found.plan(problem.batch, problem.spec)
+    planned = found.plan(problem.batch, problem.spec, lse=False)
     library = library_call_of(planned, problem)
 
     def run() -> Any:
@@ -99,7 +102,7 @@ def measure(backend: str, case: AttentionCase, *, device: str, calls: int | None
 def _nodes(found: Backend, problem: Problem, planned: Planned) -> tuple[int, int]:
     """Nodes of both calls, captured: planned for a graph where the backend can, else as it is."""
     with contextlib.suppress(UserError):
-        planned = found.plan(problem.batch, problem.spec, graph=True)
+        planned = found.plan(problem.batch, problem.spec, graph=True, lse=False)
     library = library_call_of(planned, problem)
     run_graph = captured(lambda: planned.run(problem.q_THD, problem.k, problem.v))
     return confirm.graph_nodes(run_graph).num_nodes, confirm.graph_nodes(captured(library)).num_nodes
@@ -142,11 +145,13 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def cases(batches: tuple[str, ...], dtype: str) -> list[AttentionCase]:
+def cases(batches: tuple[str, ...], dtype: str, page_size: int = 16) -> list[AttentionCase]:
     """Small cases of one Llama layer over pages: the smaller the kernel, the plainer the host's time."""
     shape: dict[str, Any] = {"heads_q": 32, "heads_kv": 8, "head_dim_qk": 128, "head_dim_vo": 128, "dtype": dtype}
     return [
-        AttentionCase(phase="decode" if batch.startswith("q1s") else "prefill", batch=batch, **shape)
+        AttentionCase(
+            phase="decode" if batch.startswith("q1s") else "prefill", batch=batch, page_size=page_size, **shape
+        )
         for batch in batches
     ]
 

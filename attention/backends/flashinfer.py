@@ -19,6 +19,7 @@ Shape legend as in `base`; W pages a row of a block table.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -343,3 +344,16 @@ def _mask_buffers(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]
         "custom_mask_buf": torch.zeros(max(1, size), dtype=torch.uint8, device=device),
         "mask_indptr_buf": torch.zeros(len(batch.q_lens) + 1, dtype=torch.int32, device=device),
     }
+
+
+def library_call(planned: Planned, q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
+    """What a user would write for a planned batch over pages: `run` of the planned wrapper. For `bench dispatch`.
+
+    UserError for other layouts and for features that take more than q and the pages.
+    """
+    if not isinstance(planned, (_PlannedDecode, _PlannedPrefill)) or not planned.batch.paged:
+        raise UserError(f"{planned.backend}: the plain call is for pages and without MLA")
+    if planned.spec.sinks is not None or planned.spec.kv_dtype is not None:
+        raise UserError(f"{planned.backend}: the plain call has neither sinks nor quantised KV")
+    wrapper, pages = planned._wrapper, (k, v)
+    return lambda: wrapper.run(q_THD, pages)

@@ -19,7 +19,7 @@ import torch
 from attention import matrix
 from attention.backends import create, expand, flashinfer_plan, flashinfer_tables
 from attention.backends.base import Batch
-from attention.backends.flashinfer import FlashInfer
+from attention.backends.flashinfer import FlashInfer, library_call
 from attention.backends.flashinfer_jit import jit_modules, warm
 from attention.backends.flashinfer_plan import LN_2, alibi_slopes, workspace
 from attention.confirm import backend_of
@@ -209,6 +209,17 @@ def test_without_lse_a_run_is_the_librarys_call_alone(
     assert planned.run(problem.q_THD, problem.k, problem.v)[1] is None
     ((_, given),) = calls
     assert given["return_lse"] is False
+
+
+@pytest.mark.parametrize("batch", ["q5s37_q1s16", "q1s37_q1s16"])
+def test_the_plain_call_is_that_of_the_planned_wrapper(calls: list[fake.Call], batch: str) -> None:
+    problem = make(case(batch), "normal", 1)
+    planned = plan("fa2", problem, lse=False)
+    plain = library_call(planned, problem.q_THD, problem.k, problem.v)()
+    assert torch.equal(plain, planned.run(problem.q_THD, problem.k, problem.v)[0])
+    ragged = make(case(batch, layout="ragged"), "normal", 1)
+    with pytest.raises(UserError, match="for pages"):
+        library_call(plan("fa2", ragged), ragged.q_THD, ragged.k, ragged.v)
 
 
 def test_workspaces_are_shared_and_counters_have_one_of_their_own(calls: list[fake.Call]) -> None:
