@@ -54,6 +54,7 @@ class Overhead:
     overhead_us: float  # median of the paired differences
     run_nodes: int | None = None
     library_nodes: int | None = None
+    graph_backend: str | None = None  # whose kernels the captured run holds
 
     @property
     def nodes_equal(self) -> bool | None:
@@ -86,7 +87,7 @@ def measure(backend: str, case: AttentionCase, *, device: str, calls: int | None
     num_calls = calls or DEFAULT_CALLS["cuda" if is_cuda else "cpu"]
     with torch.inference_mode():
         run_ns, library_ns = pairs(run, library, num_calls, torch.cuda.synchronize if is_cuda else lambda: None)
-        run_nodes, library_nodes = _nodes(found, problem, planned) if is_cuda else (None, None)
+        run_nodes, library_nodes, graph_backend = _nodes(found, problem, planned) if is_cuda else (None, None, None)
     return Overhead(
         backend=backend,
         case_id=case.case_id,
@@ -96,16 +97,17 @@ def measure(backend: str, case: AttentionCase, *, device: str, calls: int | None
         overhead_us=statistics.median(a - b for a, b in zip(run_ns, library_ns, strict=True)) / 1e3,
         run_nodes=run_nodes,
         library_nodes=library_nodes,
+        graph_backend=graph_backend,
     )
 
 
-def _nodes(found: Backend, problem: Problem, planned: Planned) -> tuple[int, int]:
-    """Nodes of both calls, captured: planned for a graph where the backend can, else as it is."""
+def _nodes(found: Backend, problem: Problem, planned: Planned) -> tuple[int, int, str]:
+    """Nodes of both calls, captured: planned for a graph where the backend can, else as it is. And whose they are."""
     with contextlib.suppress(UserError):
         planned = found.plan(problem.batch, problem.spec, graph=True, lse=False)
     library = library_call_of(planned, problem)
-    run_graph = captured(lambda: planned.run(problem.q_THD, problem.k, problem.v))
-    return confirm.graph_nodes(run_graph).num_nodes, confirm.graph_nodes(captured(library)).num_nodes
+    run_nodes = confirm.graph_nodes(captured(lambda: planned.run(problem.q_THD, problem.k, problem.v)))
+    return run_nodes.num_nodes, confirm.graph_nodes(captured(library)).num_nodes, run_nodes.backend
 
 
 def pairs(
