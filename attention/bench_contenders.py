@@ -36,7 +36,7 @@ READS = ("read:triton", "read:torch")
 #: Of these rows at each end and in the middle of a prompt the output is checked.
 _CHECKED_ROWS = 128
 _FLUSH_BYTES = 256 << 20
-_SLEEP_CYCLES = 500_000  # about 0.3 ms: longer than the host takes to queue a call
+_SLEEP_CYCLES = 1_000_000  # about 0.6 ms: longer than the host takes to queue a call
 
 
 @dataclass(frozen=True)

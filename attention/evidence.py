@@ -87,7 +87,7 @@ def steps(out: Path, *, device: str, cells: Path, backends: str, calls: int | No
     return [
         Step("fingerprint_before", always("attention", "fingerprint", *identity), 5, "fingerprint_before.json"),
         Step("compile", within(*compiled, "--out", str(out / "compiled.json")), 32),
-        Step("probes", within(*probe, "--jobs", jobs, "--timeout-s", "60", "--out", str(out / "probes.parquet")), 32),
+        Step("probes", within(*probe, "--jobs", jobs, "--timeout-s", "120", "--out", str(out / "probes.parquet")), 32),
         *(
             Step(f"dispatch {name}", always(*dispatch, "--backend", name), 5, f"dispatch_{name.replace(':', '_')}.json")
             for name in DISPATCHED
@@ -235,7 +235,7 @@ def _probes(folder: Path) -> dict[str, tuple[Counter[str], Counter[str]]]:
     for row in read_rows(path) if path.is_file() else ():
         if row.level == "construct" and row.status == "pass":
             continue
-        status = "refused" if row.level == "static" and row.status != "pass" else row.status
+        status: str = "refused" if row.level == "static" and row.status != "pass" else row.status
         outcomes[row.backend, row.probe, row.case.case_id] = status
     found: dict[str, tuple[Counter[str], Counter[str]]] = {}
     for (backend, probe, _), status in outcomes.items():
