@@ -511,11 +511,11 @@ def _bench_dispatch(args: argparse.Namespace) -> int:
     _check_device(args.device)
     if args.calls is not None and args.calls < 1:
         raise UserError(f"--calls {args.calls}: at least 1")
-    cases = bench_dispatch.cases(tuple(args.batch or ("q1s64", "q16")), resolve_dtype(args.dtype, args.device))
+    batches, dtype = tuple(args.batch or ("q1s64", "q16")), resolve_dtype(args.dtype, args.device)
     rows = []
     for wish in args.backend or ("torch_sdpa",):
         for name in expand(wish):
-            for case in cases:
+            for case in bench_dispatch.cases(batches, dtype, bench_dispatch.PAGE_SIZES.get(name, 16)):
                 # A family's kernels that cannot run here are passed over; one that was named must run.
                 if name != wish and (reasons := declared_reasons(name, case, device=args.device)):
                     print(f"left out: {name} {case.case_id}: {reasons[0]}", file=sys.stderr)

@@ -36,7 +36,7 @@ READS = ("read:triton", "read:torch")
 #: Of these rows at each end and in the middle of a prompt the output is checked.
 _CHECKED_ROWS = 128
 _FLUSH_BYTES = 256 << 20
-_SLEEP_CYCLES = 500_000  # about 0.3 ms: longer than the host takes to queue a call
+_SLEEP_CYCLES = 1_000_000  # about 0.6 ms: longer than the host takes to queue a call
 
 
 @dataclass(frozen=True)
@@ -207,28 +207,42 @@ def _read_torch(k: torch.Tensor, v: torch.Tensor) -> Call:
     return lambda: (k.view(torch.float32).sum(), v.view(torch.float32).sum())
 
 
-# The worker: checks, or times.
+# The worker: checks, or times. On the wire a contender is `SHAPE|NAME`.
+
+
+def wired(shape: Shape, name: str) -> str:
+    return f"{shape.name}|{name}"
 
 
 def _worker() -> None:
     with worker() as (task, channel):
-        problem = Problem(shapes(task["small"])[task["shape"]], task["device"])
+        known, device = shapes(task["small"]), task["device"]
+        by_shape: dict[str, list[str]] = {}
+        for key in task["names"]:
+            shape, _, name = key.partition("|")
+            by_shape.setdefault(shape, []).append(name)
         with torch.inference_mode():
-            _check(problem, task["names"], channel) if task["what"] == "check" else _time(problem, task, channel)
-        if _device_is_lost(problem.device):
+            for shape, names in by_shape.items():
+                problem = Problem(known[shape], device)
+                if task["what"] == "check":
+                    _check(problem, names, channel)
+                else:
+                    _time(problem, names, task["blocks"], channel)
+        if _device_is_lost(device):
             os._exit(1)
 
 
 def _check(problem: Problem, names: Sequence[str], channel: Channel) -> None:
     for name in names:
-        channel.at(name)
+        key = wired(problem.shape, name)
+        channel.at(key)
         try:
-            channel.done(name, **_checked(name, problem))
+            channel.done(key, **_checked(name, problem))
         except Exception as error:  # too much shared memory, a package that is missing, a wrong output
             if _device_is_lost(problem.device):
                 print(short(error), file=sys.stderr, flush=True)
                 os._exit(1)  # the parent blames this name; exit handlers would hang on a lost device
-            channel.done(name, error=short(error))
+            channel.done(key, error=short(error))
 
 
 def _checked(name: str, problem: Problem) -> dict[str, Any]:
@@ -244,26 +258,29 @@ def _checked(name: str, problem: Problem) -> dict[str, Any]:
     return {"r_rms": round(ratio, 3), "confirmed": confirmed}
 
 
-def _time(problem: Problem, task: dict[str, Any], channel: Channel) -> None:
-    """All contenders in turn, `blocks` times. An error here ends the worker: the parent starts without that one."""
+def _time(problem: Problem, names: Sequence[str], blocks: int, channel: Channel) -> None:
+    """All contenders of a shape in turn, `blocks` times. An error ends the worker: the next starts without that one.
+
+    A call holds its plan, buffers and inputs, and lives until the last round.
+    """
     calls: dict[str, Call] = {}
-    for name in task["names"]:
-        channel.at(name)
+    for name in names:
+        channel.at(wired(problem.shape, name))
         calls[name] = call_of(name, problem)
         calls[name]()
         _settle(problem.device)
     clock = _cuda_clock(problem.device) if problem.device.startswith("cuda") else _cpu_clock
     seen: dict[str, list[float]] = {name: [] for name in calls}
-    for block in range(task["blocks"] + 1):
+    for block in range(blocks + 1):
         for name in calls if block % 2 else reversed(calls):
             if block == 0:  # warm-up
-                channel.at(name)
+                channel.at(wired(problem.shape, name))
                 clock(calls[name])
             else:
                 seen[name].append(clock(calls[name]))
     for name, seconds in seen.items():
         low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
-        channel.done(name, seconds=median, low_s=low, high_s=high, blocks=len(seconds))
+        channel.done(wired(problem.shape, name), seconds=median, low_s=low, high_s=high, blocks=len(seconds))
 
 
 def _cuda_clock(device: str) -> Callable[[Call], float]:

@@ -2,7 +2,8 @@
 
     python -m attention bench dispatch --backend torch_sdpa:flash --device cuda [--calls 20000] [--json]
 
-Both calls do the same work on the same tensors; what `run` takes longer on the host is the price of governance.
+Both calls do the same work on the same tensors, without the LSE, which serving does not use; what `run` takes longer
+on the host is the price of governance.
 Pairs of calls in alternating order (A B, B A, ...), so that both see the same minutes of the same machine; the
 figure is the median, since a host is interrupted often and late. On a GPU the calls are asynchronous: a sync every
 few calls, outside the clock, keeps the launch queue from filling, or a call would wait for the device.
@@ -36,6 +37,8 @@ from attention.replay.problems import Problem, make
 SYNC_EVERY = 16
 #: Default number of pairs. A call on the CPU takes the kernel's time too, so fewer fit into a minute.
 DEFAULT_CALLS = {"cuda": 20_000, "cpu": 2_000}
+#: Tokens a page, where a backend does not take 16.
+PAGE_SIZES = {"flash_attn:fa2": 256}
 _WARM_UP = 20
 
 
@@ -51,6 +54,7 @@ class Overhead:
     overhead_us: float  # median of the paired differences
     run_nodes: int | None = None
     library_nodes: int | None = None
+    graph_backend: str | None = None  # whose kernels the captured run holds
 
     @property
     def nodes_equal(self) -> bool | None:
@@ -73,7 +77,7 @@ def measure(backend: str, case: AttentionCase, *, device: str, calls: int | None
     if reasons := found.check(case):
         raise UserError(f"{backend} cannot run {case.case_id}: {'; '.join(map(str, reasons))}")
     problem = make(case, "normal", 1, device=device)
-    planned = found.plan(problem.batch, problem.spec)
+    planned = found.plan(problem.batch, problem.spec, lse=False)
     library = library_call_of(planned, problem)
 
     def run() -> Any:
@@ -83,7 +87,7 @@ def measure(backend: str, case: AttentionCase, *, device: str, calls: int | None
     num_calls = calls or DEFAULT_CALLS["cuda" if is_cuda else "cpu"]
     with torch.inference_mode():
         run_ns, library_ns = pairs(run, library, num_calls, torch.cuda.synchronize if is_cuda else lambda: None)
-        run_nodes, library_nodes = _nodes(found, problem, planned) if is_cuda else (None, None)
+        run_nodes, library_nodes, graph_backend = _nodes(found, problem, planned) if is_cuda else (None, None, None)
     return Overhead(
         backend=backend,
         case_id=case.case_id,
@@ -93,16 +97,17 @@ def measure(backend: str, case: AttentionCase, *, device: str, calls: int | None
         overhead_us=statistics.median(a - b for a, b in zip(run_ns, library_ns, strict=True)) / 1e3,
         run_nodes=run_nodes,
         library_nodes=library_nodes,
+        graph_backend=graph_backend,
     )
 
 
-def _nodes(found: Backend, problem: Problem, planned: Planned) -> tuple[int, int]:
-    """Nodes of both calls, captured: planned for a graph where the backend can, else as it is."""
+def _nodes(found: Backend, problem: Problem, planned: Planned) -> tuple[int, int, str]:
+    """Nodes of both calls, captured: planned for a graph where the backend can, else as it is. And whose they are."""
     with contextlib.suppress(UserError):
-        planned = found.plan(problem.batch, problem.spec, graph=True)
+        planned = found.plan(problem.batch, problem.spec, graph=True, lse=False)
     library = library_call_of(planned, problem)
-    run_graph = captured(lambda: planned.run(problem.q_THD, problem.k, problem.v))
-    return confirm.graph_nodes(run_graph).num_nodes, confirm.graph_nodes(captured(library)).num_nodes
+    run_nodes = confirm.graph_nodes(captured(lambda: planned.run(problem.q_THD, problem.k, problem.v)))
+    return run_nodes.num_nodes, confirm.graph_nodes(captured(library)).num_nodes, run_nodes.backend
 
 
 def pairs(
@@ -142,11 +147,13 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def cases(batches: tuple[str, ...], dtype: str) -> list[AttentionCase]:
+def cases(batches: tuple[str, ...], dtype: str, page_size: int = 16) -> list[AttentionCase]:
     """Small cases of one Llama layer over pages: the smaller the kernel, the plainer the host's time."""
     shape: dict[str, Any] = {"heads_q": 32, "heads_kv": 8, "head_dim_qk": 128, "head_dim_vo": 128, "dtype": dtype}
     return [
-        AttentionCase(phase="decode" if batch.startswith("q1s") else "prefill", batch=batch, **shape)
+        AttentionCase(
+            phase="decode" if batch.startswith("q1s") else "prefill", batch=batch, page_size=page_size, **shape
+        )
         for batch in batches
     ]
 

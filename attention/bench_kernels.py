@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from attention.bench_contenders import READS, Shape, shapes
+from attention.bench_contenders import READS, Shape, shapes, wired
 from attention.errors import UserError
 from attention.isolate import Outcome, in_workers
 
@@ -58,8 +58,7 @@ class Row:
 
 
 def bench(
-    shape: Shape,
-    names: Sequence[str],
+    work: Sequence[tuple[Shape, Sequence[str]]],
     *,
     device: str,
     small: bool = False,
@@ -68,37 +67,45 @@ def bench(
     timeout_s: float = 120.0,
     deadline: float | None = None,
 ) -> list[Row]:
-    """A row for every contender of a shape, best first, those with an error last. `jobs` workers check at a time."""
-    task = {"shape": shape.name, "device": device, "small": small}
+    """A row for every contender of every shape, best first, those with an error last.
+
+    `jobs` workers check side by side; one worker times, shape after shape.
+    """
+    task = {"device": device, "small": small, "what": "check"}
+    of = {wired(shape, name): (shape, name) for shape, names in work for name in names}
 
     def check(some: Sequence[str]) -> list[Outcome]:
-        return in_workers(_COMMAND, {**task, "what": "check"}, some, timeout_s=timeout_s, deadline=deadline)
+        return in_workers(_COMMAND, task, some, timeout_s=timeout_s, deadline=deadline)
 
+    keys = list(of)
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        checked = [one for found in pool.map(check, _dealt(names, jobs)) for one in found]
-    sound = {one.name: one for one in checked if one.error is None}
-    rows = [Row(shape.name, one.name, shape.unit, error=one.error) for one in checked if one.error is not None]
-    order = [name for name in names if name in sound]
+        # Dealt like cards: neighbours, which cost alike, come apart.
+        dealt = [keys[i::jobs] for i in range(min(jobs, len(keys)))]
+        checked = {one.name: one for found in pool.map(check, dealt) for one in found}
+    sound = [key for key in keys if checked[key].error is None]
     timing = {**task, "what": "time", "blocks": blocks}
-    for one in in_workers(_COMMAND, timing, order, timeout_s=timeout_s, deadline=deadline):
-        row = Row(shape.name, one.name, shape.unit, error=one.error, **sound[one.name].said)
-        if one.error is None:
-            said = one.said
-            micros = {k: round(said[s] * 1e6, 2) for k, s in (("low_us", "low_s"), ("high_us", "high_s"))}
-            row = replace(
-                row,
-                figure=float(f"{shape.figure(said['seconds']):.5g}"),
-                microseconds=round(said["seconds"] * 1e6, 2),
-                blocks=said["blocks"],
-                **micros,
-            )
-        rows.append(row)
-    return sorted(_with_ratios(rows, shape), key=lambda row: -(row.figure or 0))
+    timed = {one.name: one for one in in_workers(_COMMAND, timing, sound, timeout_s=timeout_s, deadline=deadline)}
+    rows = {key: _row(*of[key], checked[key], timed.get(key)) for key in keys}
+    found: list[Row] = []
+    for shape, names in work:
+        mine = _with_ratios([rows[wired(shape, name)] for name in names], shape)
+        found += sorted(mine, key=lambda row: -(row.figure or 0))
+    return found
 
 
-def _dealt(names: Sequence[str], jobs: int) -> list[Sequence[str]]:
-    """Names dealt to workers like cards: neighbours, which cost alike, come apart."""
-    return [names[i::jobs] for i in range(min(jobs, len(names)))]
+def _row(shape: Shape, name: str, checked: Outcome, timed: Outcome | None) -> Row:
+    row = Row(shape.name, name, shape.unit, **checked.said)
+    if timed is None or timed.error is not None:
+        return replace(row, error=checked.error if timed is None else timed.error)
+    said = timed.said
+    return replace(
+        row,
+        figure=float(f"{shape.figure(said['seconds']):.5g}"),
+        microseconds=round(said["seconds"] * 1e6, 2),
+        low_us=round(said["low_s"] * 1e6, 2),
+        high_us=round(said["high_s"] * 1e6, 2),
+        blocks=said["blocks"],
+    )
 
 
 def _with_ratios(rows: list[Row], shape: Shape) -> list[Row]:
@@ -157,25 +164,20 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace, names_of: Callable[[Shape], list[str]]) -> int:
-    """Measure what the flags ask for; the file is written anew after every shape. 1 when a first contender failed."""
+    """Measure what the flags ask for; 1 when our kernel has an error somewhere."""
     write([], options.out)  # a wrong ending shows before the work
-    deadline = None if options.budget_s is None else time.monotonic() + options.budget_s
-    rows: list[Row] = []
-    for shape in shapes(options.small).values():
-        if options.only not in shape.name:
-            continue
-        rows += bench(
-            shape,
-            names_of(shape),
-            device=options.device,
-            small=options.small,
-            blocks=options.blocks,
-            jobs=options.jobs,
-            timeout_s=options.timeout_s,
-            deadline=deadline,
-        )
-        write(rows, options.out)
-        print("\n".join(line(row) for row in rows if row.shape == shape.name), flush=True)
+    wanted = [shape for shape in shapes(options.small).values() if options.only in shape.name]
+    rows = bench(
+        [(shape, names_of(shape)) for shape in wanted],
+        device=options.device,
+        small=options.small,
+        blocks=options.blocks,
+        jobs=options.jobs,
+        timeout_s=options.timeout_s,
+        deadline=None if options.budget_s is None else time.monotonic() + options.budget_s,
+    )
+    write(rows, options.out)
+    print("\n".join(map(line, rows)), flush=True)
     return 1 if any(row.error for row in rows if row.contender == "triton:paged") else 0
 
 

@@ -11,6 +11,7 @@ Causal is bottom-right aligned in all three; a window is inclusive on both sides
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -61,7 +62,7 @@ class FlashAttention:
         if self.kernel == "fa2":
             uniform = len(set(batch.q_lens)) == 1 and batch.q_lens[0] <= _MAX_SPLIT_ROWS
             planned = _Fa2Split if uniform and batch.layout != "ragged" else _Fa2
-            return planned(self.name, batch, spec, self.device, graph)
+            return planned(self.name, batch, spec, self.device, graph, lse)
         if self.kernel == "fa3":
             return _Fa3(self.name, batch, spec, self.device, graph)
         return _Fa4(self.name, batch, spec, self.device, graph)
@@ -115,8 +116,9 @@ class _PlannedFlash(Planned):
 class _Fa2(_PlannedFlash):
     """`varlen_fwd`: members of any lengths. It splits the keys only for single-token GQA decodes."""
 
-    def __init__(self, backend: str, batch: Batch, spec: AttentionSpec, device: str, graph: bool) -> None:
+    def __init__(self, backend: str, batch: Batch, spec: AttentionSpec, device: str, graph: bool, lse: bool) -> None:
         super().__init__(backend, batch, spec, device, graph)
+        self._lse = lse
         self._refuse_blind_blocks(batch)
         import flash_attn_2_cuda  # type: ignore[import-not-found, unused-ignore]
 
@@ -173,7 +175,25 @@ class _Fa2(_PlannedFlash):
         out, lse_HT, _, _ = self._library.varlen_fwd(
             q_THD, k_NPGD, v_NPGD, None, self._cu_q, self._cu_k, self._used, *self._before, *self._after
         )
+        if not self._lse:
+            return out, None
         return out, _no_keys_is_minus_inf(lse_HT).T if self._blind else lse_HT.T
+
+    def library_call(self, q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
+        flash, options = importlib.import_module("flash_attn"), self._options()
+        lens = (self._cu_q, self._cu_k, self._max_q, self._max_k)
+        return lambda: flash.flash_attn_varlen_func(q_THD, k, v, *lens, **options)
+
+    def _options(self) -> dict[str, Any]:
+        """Arguments of both public functions."""
+        left, right = bounds(self.spec)
+        return {
+            "block_table": self._table,
+            "softmax_scale": self.spec.scale,
+            "causal": right == 0,
+            "window_size": (-1 if left is None else left, -1 if right is None else right),
+            "softcap": self.spec.softcap or 0.0,
+        }
 
 
 class _Fa2Split(_Fa2):
@@ -195,8 +215,14 @@ class _Fa2Split(_Fa2):
         if self._hnd:
             k_NPGD, v_NPGD = k_NPGD.transpose(1, 2), v_NPGD.transpose(1, 2)
         out, lse_BHQ = self._library.fwd_kvcache(q_THD.view(self._shape), k_NPGD, v_NPGD, *self._before, *self._after)
+        if not self._lse:
+            return out.view(q_THD.shape), None
         lse_TH = lse_BHQ.squeeze(2) if self._shape[1] == 1 else lse_BHQ.transpose(1, 2).reshape(-1, lse_BHQ.shape[1])
         return out.view(q_THD.shape), _no_keys_is_minus_inf(lse_TH) if self._blind else lse_TH
+
+    def library_call(self, q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
+        flash, options = importlib.import_module("flash_attn"), {**self._options(), "cache_seqlens": self._kv_lens}
+        return lambda: flash.flash_attn_with_kvcache(q_THD.view(self._shape), k, v, **options)
 
 
 def _no_keys_is_minus_inf(lse: torch.Tensor) -> torch.Tensor:
@@ -295,3 +321,15 @@ def _tiles(spec: AttentionSpec) -> tuple[int, ...]:
     if dim <= 128:
         return (128, 144) if 64 < dim <= 96 else (128,)
     return (96, 112, 128) if dim <= 192 else (64, 80)
+
+
+def library_call(planned: Planned, q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
+    """What a user would write for a planned batch over NHD pages: the package's public function. For `bench dispatch`.
+
+    UserError for other layouts, for ALiBi, and for a generation whose plan holds that very function.
+    """
+    if not isinstance(planned, _Fa2):
+        raise UserError(f"{planned.backend}: its run is the library's public call already")
+    if planned.batch.layout != "paged_nhd" or planned.spec.alibi_slopes is not None:
+        raise UserError(f"{planned.backend}: the plain call is for NHD pages without ALiBi")
+    return planned.library_call(q_THD, k, v)

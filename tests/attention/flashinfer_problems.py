@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attention.backends.base import member_keys
-from attention.backends.flashinfer import alibi_slopes
+from attention.backends.flashinfer_plan import alibi_slopes
 from attention.backends.oracle import Truth, attend
 from attention.cases import AttentionCase
 from attention.replay.problems import Inputs, Problem, make

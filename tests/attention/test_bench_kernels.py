@@ -70,12 +70,14 @@ def test_ratios_are_to_the_fastest_baseline_and_errors_are_rows(monkeypatch: pyt
     def in_workers(command: Any, task: dict[str, Any], names: list[str], **_: Any) -> list[Outcome]:
         asked.append((task["what"], list(names)))
         if task["what"] == "check":
-            faulty = {"flash_attn:fa2": "the worker died (signal 11): illegal memory access"}
+            faulty = {"decode-page16|flash_attn:fa2": "the worker died (signal 11): illegal memory access"}
             return [Outcome(n, error=faulty.get(n)) for n in names]
-        return [Outcome(n, {"seconds": seconds[n], "low_s": 1.0, "high_s": 3.0, "blocks": 5}) for n in names]
+        return [
+            Outcome(n, {"seconds": seconds[n.split("|")[1]], "low_s": 1.0, "high_s": 3.0, "blocks": 5}) for n in names
+        ]
 
     monkeypatch.setattr(bench_kernels, "in_workers", in_workers)
-    rows = bench(SMALL["decode-page16"], [*seconds, "flash_attn:fa2"], device="cpu", jobs=1)
+    rows = bench([(SMALL["decode-page16"], [*seconds, "flash_attn:fa2"])], device="cpu", jobs=1)
     assert [(row.contender, row.ratio) for row in rows] == [
         ("read:triton", 1.0),
         ("read:torch", 0.667),
@@ -84,7 +86,7 @@ def test_ratios_are_to_the_fastest_baseline_and_errors_are_rows(monkeypatch: pyt
     ]
     assert rows[0].baseline == "read:triton"
     assert rows[-1].error == "the worker died (signal 11): illegal memory access"
-    assert asked[-1] == ("time", [*seconds]), "what failed its check is not timed"
+    assert asked[-1] == ("time", [f"decode-page16|{name}" for name in seconds]), "what failed its check is not timed"
 
 
 def test_what_a_call_reads_lives_until_the_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,9 +107,9 @@ def test_what_a_call_reads_lives_until_the_last_round(monkeypatch: pytest.Monkey
     monkeypatch.setattr(bench_contenders, "call_of", call_of)
     monkeypatch.setattr(bench_contenders, "_cpu_clock", clock)
     sink = io.StringIO()
-    task = {"names": ["a", "b", "c"], "blocks": 3}
-    bench_contenders._time(Problem(SMALL["decode-page16"], "cpu"), task, Channel(sink))
-    assert [json.loads(line).get("done") for line in sink.getvalue().splitlines()][-3:] == ["a", "b", "c"]
+    bench_contenders._time(Problem(SMALL["decode-page16"], "cpu"), ["a", "b", "c"], 3, Channel(sink))
+    done = [json.loads(line).get("done") for line in sink.getvalue().splitlines()][-3:]
+    assert done == ["decode-page16|a", "decode-page16|b", "decode-page16|c"]
 
 
 @pytest.mark.parametrize("ending", ["json", "parquet"])

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from attention.backends.base import AttentionSpec
-from attention.backends.flash_attn import FlashAttention
+from attention.backends.flash_attn import FlashAttention, library_call
 from attention.backends.oracle import attend
 from attention.cases import AttentionCase
 from attention.errors import UserError
@@ -276,6 +276,35 @@ def test_few_rows_a_member_take_the_call_that_splits_keys(fa2: FakeFa2, batch: s
     one = problem(batch, layout=layout)
     FlashAttention("fa2", "cpu").plan(one.batch, one.spec).run(one.q_THD, one.k, one.v)
     assert fa2.calls == [call]
+
+
+@pytest.mark.parametrize(
+    ("batch", "name"),
+    [("q1s40_q1s33", "flash_attn_with_kvcache"), ("q1s40_q2s33", "flash_attn_varlen_func")],
+)
+def test_the_plain_call_is_the_packages_public_function_on_the_same_batch(
+    fa2: FakeFa2, batch: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = problem(batch, window=(6, 0))
+    given: dict[str, Any] = {}
+    package = ModuleType("flash_attn")
+    setattr(package, name, lambda *args, **options: given.update(options, args=args))
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    planned = FlashAttention("fa2", "cpu").plan(one.batch, one.spec, lse=False)
+    assert planned.run(one.q_THD, one.k, one.v)[1] is None, "without the LSE nothing is done to it"
+    library_call(planned, one.q_THD, one.k, one.v)()
+    assert (given["causal"], given["window_size"], given["softcap"]) == (True, (6, 0), 0.0)
+    assert given["softmax_scale"] == one.spec.scale
+    assert given["block_table"].shape[0] == 2
+    if name == "flash_attn_with_kvcache":
+        assert given["cache_seqlens"].tolist() == [40, 33]
+    else:
+        assert [part if isinstance(part, int) else part.tolist() for part in given["args"][3:]] == [
+            [0, 1, 3], [0, 40, 73], 2, 40,
+        ]  # fmt: skip
+    with pytest.raises(UserError, match="NHD pages"):
+        ragged = problem(batch, layout="ragged")
+        library_call(FlashAttention("fa2", "cpu").plan(ragged.batch, ragged.spec), one.q_THD, one.k, one.v)
 
 
 def test_contiguous_keys_may_lie_in_a_longer_cache(fa2: FakeFa2) -> None:

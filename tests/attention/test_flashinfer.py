@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from attention import matrix
-from attention.backends import create, expand
-from attention.backends import flashinfer as adapter
+from attention.backends import create, expand, flashinfer_plan, flashinfer_tables
 from attention.backends.base import Batch
-from attention.backends.flashinfer import LN_2, FlashInfer, alibi_slopes, jit_modules, warm, workspace
+from attention.backends.flashinfer import FlashInfer, library_call
+from attention.backends.flashinfer_jit import jit_modules, warm
+from attention.backends.flashinfer_plan import LN_2, alibi_slopes, workspace
 from attention.confirm import backend_of
 from attention.errors import UserError
 from attention.matrix import declared_reasons
@@ -35,11 +36,11 @@ LAYOUTS = ("paged_nhd", "paged_hnd", "contiguous", "ragged")
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fake.Call]]:
-    monkeypatch.setattr(adapter, "WORKSPACE_BYTES", 1024)
-    adapter._workspaces.clear()
-    adapter._cudnn_graphs.clear()
+    monkeypatch.setattr(flashinfer_plan, "WORKSPACE_BYTES", 1024)
+    flashinfer_plan._workspaces.clear()
+    flashinfer_tables._cudnn_graphs.clear()
     yield fake.install(monkeypatch)
-    adapter._workspaces.clear()
+    flashinfer_plan._workspaces.clear()
 
 
 def plan(kernel: str, problem: Problem, **options: Any) -> Any:
@@ -208,6 +209,17 @@ def test_without_lse_a_run_is_the_librarys_call_alone(
     assert planned.run(problem.q_THD, problem.k, problem.v)[1] is None
     ((_, given),) = calls
     assert given["return_lse"] is False
+
+
+@pytest.mark.parametrize("batch", ["q5s37_q1s16", "q1s37_q1s16"])
+def test_the_plain_call_is_that_of_the_planned_wrapper(calls: list[fake.Call], batch: str) -> None:
+    problem = make(case(batch), "normal", 1)
+    planned = plan("fa2", problem, lse=False)
+    plain = library_call(planned, problem.q_THD, problem.k, problem.v)()
+    assert torch.equal(plain, planned.run(problem.q_THD, problem.k, problem.v)[0])
+    ragged = make(case(batch, layout="ragged"), "normal", 1)
+    with pytest.raises(UserError, match="for pages"):
+        library_call(plan("fa2", ragged), ragged.q_THD, ragged.k, ragged.v)
 
 
 def test_workspaces_are_shared_and_counters_have_one_of_their_own(calls: list[fake.Call]) -> None:
@@ -492,7 +504,7 @@ def test_warming_up_names_what_was_built_and_how_long_it_took(
         real(self, *args, **options)
 
     monkeypatch.setattr(wrapper, "plan", building)
-    monkeypatch.setattr(adapter, "declared_reasons", lambda name, one, device: [Code.TIMEOUT] if one.softcap else [])
+    monkeypatch.setattr(FlashInfer, "check", lambda self, one: [Code.TIMEOUT] if one.softcap else [])
     build = core.JitSpec.build_and_load
     seconds = warm("flashinfer:fa2", [case("q1s37"), case("q1s37", softcap=3.0)], "cpu")
     assert list(seconds) == ["decode_64"]

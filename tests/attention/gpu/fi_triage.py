@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from attention.backends.flashinfer import FlashInfer, warm
+from attention.backends.flashinfer import FlashInfer
+from attention.backends.flashinfer_jit import warm
 from attention.confirm import watch
 from attention.replay.figures import compare
 from attention.replay.problems import Problem

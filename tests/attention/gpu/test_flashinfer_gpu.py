@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from attention.backends.flashinfer import FlashInfer, jit_modules, warm
+from attention.backends.flashinfer import FlashInfer
+from attention.backends.flashinfer_jit import jit_modules, warm
 from attention.cases import AttentionCase
 from attention.confirm import watch
 from attention.reasons import Code

@@ -1,0 +1,334 @@
+"""All evidence of one machine in one go: fingerprint, compilation, probes, host overhead, kernels, fingerprint again.
+
+    python -m attention.evidence --out data/evidence/h200 --budget-s 480
+    python -m attention.evidence --table data/evidence/h200        # the backends as a markdown table
+
+Every step is a process group of its own with a share of the time that is left; what a step does not use goes to
+those after it. A step that fails, crashes or takes too long is recorded and the next one runs. `steps.json` is
+written anew after each, so that it is true whenever the run is ended. The folder stays under a megabyte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from attention.errors import UserError
+
+CELLS = Path("attention/cells/hopper.yaml")
+POLICY = Path("data/policies/document.yaml")
+#: Whose host overhead is measured.
+DISPATCHED = ("torch_sdpa:flash", "torch_sdpa:cudnn", "flash_attn:fa2", "flashinfer:fa2")
+#: The fingerprint is of a layer of this shape: Llama 3 8B's. No weights are needed.
+MODEL = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+_MARGIN_S = 10.0  # a step is told to end this much before it is ended
+
+Status = Literal["done", "failed", "timeout", "not run"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command: its arguments for a number of seconds, its share of the time, and the file of its stdout."""
+
+    name: str
+    argv: Callable[[float], list[str]]
+    share: float
+    stdout: str | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a step; `tail` is the end of what it said."""
+
+    name: str
+    status: Status
+    seconds: float
+    limit_s: float
+    exit_code: int | None
+    command: str
+    tail: str
+
+
+def steps(out: Path, *, device: str, cells: Path, backends: str, calls: int | None, small: bool) -> list[Step]:
+    """The steps in their order; they write into `out`."""
+    python = [sys.executable, "-m"]
+    jobs = str(max(1, (os.cpu_count() or 2) - 2))
+    identity = ["--model", str(out / "model"), "--policy", str(POLICY), "--device", device, "--json"]
+
+    def always(*argv: str) -> Callable[[float], list[str]]:
+        return lambda limit_s: [*python, *argv]
+
+    def within(*argv: str) -> Callable[[float], list[str]]:
+        return lambda limit_s: [*python, *argv, "--budget-s", f"{max(1.0, limit_s - _MARGIN_S):.0f}"]
+
+    probe = ["attention", "probe", "--backends", backends, "--device", device, "--cells", str(cells)]
+    compiled = ["attention.warm", "--cells", str(cells), "--device", device, "--jobs", jobs]
+    kernels = ["attention.bench_kernels", "--device", device, "--jobs", "6", *(["--small"] if small else [])]
+    dispatch = ["attention", "bench", "dispatch", "--device", device, "--json"]
+    dispatch += [] if calls is None else ["--calls", str(calls)]
+    return [
+        Step("fingerprint_before", always("attention", "fingerprint", *identity), 5, "fingerprint_before.json"),
+        Step("compile", within(*compiled, "--out", str(out / "compiled.json")), 32),
+        Step("probes", within(*probe, "--jobs", jobs, "--timeout-s", "120", "--out", str(out / "probes.parquet")), 32),
+        *(
+            Step(f"dispatch {name}", always(*dispatch, "--backend", name), 5, f"dispatch_{name.replace(':', '_')}.json")
+            for name in DISPATCHED
+        ),
+        Step("kernels", within(*kernels, "--out", str(out / "kernels.parquet")), 20),
+        Step("fingerprint_after", always("attention", "fingerprint", *identity), 5, "fingerprint_after.json"),
+    ]
+
+
+def run_all(wanted: list[Step], out: Path, budget_s: float) -> list[Outcome]:
+    """Run the steps one after the other, whatever comes of each."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "model").mkdir(exist_ok=True)
+    (out / "model" / "config.json").write_text(json.dumps(MODEL, indent=1) + "\n")
+    deadline = time.monotonic() + budget_s
+    found: list[Outcome] = []
+    for i, step in enumerate(wanted):
+        left_s = deadline - time.monotonic()
+        limit_s = left_s * step.share / sum(one.share for one in wanted[i:])
+        found.append(run_step(step, out, limit_s))
+        write_steps(found, out)
+        one = found[-1]
+        print(f"{one.name:28} {one.status:8} {one.seconds:6.1f} of {one.limit_s:5.0f} s  {one.tail[-100:]}", flush=True)
+    squeeze(out)
+    return found
+
+
+def run_step(step: Step, out: Path, limit_s: float) -> Outcome:
+    """One step in a process group of its own, ended as a whole after `limit_s`."""
+    argv = step.argv(limit_s)
+    shown = " ".join(["python", *argv[1:]])
+    if limit_s < 1:
+        return Outcome(step.name, "not run", 0.0, round(limit_s, 1), None, shown, "the time was spent before it")
+    started = time.monotonic()
+    log = out / "log.txt"
+    with log.open("w+") as errors:
+        target: Any = subprocess.DEVNULL if step.stdout is None else (out / step.stdout).open("w")
+        try:
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=errors if step.stdout is None else target,
+                stderr=errors,
+                start_new_session=True,
+            )
+            try:
+                process.wait(timeout=limit_s)
+                status: Status = "done" if process.returncode == 0 else "failed"
+            except subprocess.TimeoutExpired:
+                status = "timeout"
+            finally:
+                _end_group(process)
+        finally:
+            if step.stdout is not None:
+                target.close()
+        errors.seek(0)
+        tail = " | ".join(line.strip() for line in errors.read().splitlines()[-4:])[-600:]
+    log.unlink()
+    if step.stdout is not None and not (out / step.stdout).stat().st_size:
+        (out / step.stdout).unlink()  # it said nothing
+    seconds = time.monotonic() - started
+    return Outcome(step.name, status, round(seconds, 1), round(limit_s, 1), process.returncode, shown, tail)
+
+
+def _end_group(process: subprocess.Popen[Any]) -> None:
+    """End the step and whatever it started: workers of a killed step would hold the GPU."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def write_steps(found: list[Outcome], out: Path) -> None:
+    text = json.dumps([asdict(one) for one in found], indent=1) + "\n"
+    fresh = out / "steps.json.new"
+    fresh.write_text(text)
+    fresh.replace(out / "steps.json")
+
+
+def squeeze(out: Path) -> None:
+    """Parquet files anew with zstd: the rows repeat cases and reasons."""
+    import pyarrow.parquet as pq
+
+    for path in sorted(out.glob("*.parquet")):
+        try:
+            pq.write_table(pq.read_table(path), path, compression="zstd", compression_level=15)
+        except Exception as error:  # half a file of a step that was ended is evidence of nothing
+            print(f"{path}: unreadable ({error}); removed", file=sys.stderr)
+            path.unlink()
+
+
+# What the folder says.
+
+
+def backend_table(folder: Path) -> str:
+    """The folder as a markdown table, one line a backend. UserError where there is no evidence.
+
+    Cells: right of those that ran, refused by a declared rule, not reached. Checks: passed of those that applied.
+    """
+    if not (folder / "steps.json").is_file():
+        raise UserError(f"evidence {folder}: no steps.json; run python -m attention.evidence --out {folder}")
+    probes, kernels, overheads = _probes(folder), _kernels(folder), _overheads(folder)
+    lines = [
+        "| backend | cells right | refused | not reached | checks passed | decode, TB/s of KV | of a plain read "
+        "| prefill, TFLOP/s | of FA2 | host overhead, us | graph nodes |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys((*probes, *kernels, *overheads)):
+        cells, checks = probes.get(name, (Counter(), Counter()))
+        decode, prefill = (kernels.get(name, {}).get(phase) for phase in ("decode", "prefill"))
+        columns = [
+            f"`{name}`",
+            _passed(cells),
+            str(cells["refused"] or "-"),
+            str(cells["unknown"] or "-"),
+            _passed(checks),
+            *(cell(row) for row in (decode, prefill) for cell in (_figure, _ratio)),
+            *_overhead(overheads.get(name, [])),
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join([*lines, "", _footer(folder)])
+
+
+def _footer(folder: Path) -> str:
+    """Which machine, whether its fingerprint stayed the same, and what of the run is missing."""
+    ids, gpu = [], "unknown machine"
+    for when in ("before", "after"):
+        path = folder / f"fingerprint_{when}.json"
+        if path.is_file():
+            found = json.loads(path.read_text())
+            ids.append(found["id"])
+            gpu = f"{found['identity']['gpu']}, torch {found['identity']['torch']}"
+    same = "unknown" if len(ids) < 2 else "the same" if ids[0] == ids[1] else f"then {ids[1]}"
+    outcomes = json.loads((folder / "steps.json").read_text())
+    missing = [f"{one['name']} ({one['status']})" for one in outcomes if one["status"] != "done"]
+    words = f"{gpu}; fingerprint {ids[0] if ids else 'unknown'} before, {same} after; {len(outcomes)} steps"
+    return f"{words}, not done: {', '.join(missing)}." if missing else f"{words}, all done."
+
+
+def _probes(folder: Path) -> dict[str, tuple[Counter[str], Counter[str]]]:
+    """Backend -> outcomes of its cells, and of its checks."""
+    from attention.drift import read_rows
+
+    path = folder / "probes.parquet"
+    outcomes: dict[tuple[str, str, str], str] = {}
+    for row in read_rows(path) if path.is_file() else ():
+        if row.level == "construct" and row.status == "pass":
+            continue
+        status: str = "refused" if row.level == "static" and row.status != "pass" else row.status
+        outcomes[row.backend, row.probe, row.case.case_id] = status
+    found: dict[str, tuple[Counter[str], Counter[str]]] = {}
+    for (backend, probe, _), status in outcomes.items():
+        cells, checks = found.setdefault(backend, (Counter(), Counter()))
+        (cells if probe == "cell" else checks)[status] += 1
+    return found
+
+
+def _kernels(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Contender -> phase -> its row with the best figure: the shapes differ in pages only."""
+    import pyarrow.parquet as pq
+
+    path = folder / "kernels.parquet"
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in pq.read_table(path).to_pylist() if path.is_file() else ():
+        if row.get("figure") is None:
+            continue
+        phases = found.setdefault(row["contender"], {})
+        best = phases.get(phase := row["shape"].split("-")[0])
+        if best is None or row["figure"] > best["figure"]:
+            phases[phase] = row
+    return found
+
+
+def _overheads(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob("dispatch_*.json")):
+        text = path.read_text()
+        for row in json.loads(text) if text.strip() else ():
+            found.setdefault(row["backend"], []).append(row)
+    return found
+
+
+def _passed(outcomes: Counter[str]) -> str:
+    ran = outcomes["pass"] + outcomes["fail"]
+    return f"{outcomes['pass']} of {ran}" if ran else "-"
+
+
+def _figure(row: dict[str, Any] | None) -> str:
+    return "-" if row is None else f"{row['figure']:.3g}"
+
+
+def _ratio(row: dict[str, Any] | None) -> str:
+    return "-" if row is None or row["ratio"] is None else f"{row['ratio']:.0%}"
+
+
+def _overhead(rows: list[dict[str, Any]]) -> tuple[str, str]:
+    """The worst overhead, and the nodes of the graphs of both calls."""
+    if not rows:
+        return "-", "-"
+    nodes = {f"{row['run_nodes']} = {row['library_nodes']}" for row in rows if row["nodes_equal"]}
+    unequal = {f"{row['run_nodes']} against {row['library_nodes']}" for row in rows if row["nodes_equal"] is False}
+    worst = max(row["overhead_us"] for row in rows)
+    return f"{worst:+.1f}", ", ".join(sorted(unequal or nodes)) or "-"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 when every step is done; 1 when one is not; 2 for bad flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder of the evidence")
+    parser.add_argument("--table", type=Path, metavar="FOLDER", help="print the markdown table of a folder instead")
+    parser.add_argument("--budget-s", type=float, default=480.0)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--cells", type=Path, default=CELLS)
+    parser.add_argument("--backends", default="all", help="to probe, comma-separated")
+    parser.add_argument("--calls", type=int, help="pairs of calls for the host overhead")
+    parser.add_argument("--small", action="store_true", help="kernels on shapes that Triton's interpreter can do")
+    parser.add_argument("--only", default="", help="steps whose name begins with one of these, comma-separated")
+    options = parser.parse_args(argv)
+    try:
+        if options.table is not None:
+            print(backend_table(options.table))
+            return 0
+        if options.out is None:
+            raise UserError("name the folder: --out FOLDER, or --table FOLDER")
+        chosen = [
+            step
+            for step in steps(
+                options.out,
+                device=options.device,
+                cells=options.cells,
+                backends=options.backends,
+                calls=options.calls,
+                small=options.small,
+            )
+            if step.name.startswith(tuple(options.only.split(",")))
+        ]
+        found = run_all(chosen, options.out, options.budget_s)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0 if all(one.status == "done" for one in found) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
