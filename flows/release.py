@@ -297,7 +297,7 @@ class _Release:
             f"{name}: held: {report.reason}; `python -m flows approve {self.context.release_id}`"
             f" within {deadline_s:.0f} s goes on, otherwise it is rolled back"
         )
-        found = hold.wait(self.context, name, deadline_s)
+        found = hold.wait(self.context, self.router, name, deadline_s)
         if isinstance(found, str):
             self.context.say(f"{name}: {found}")
             return None
@@ -337,7 +337,10 @@ class _Release:
                 reason = f"{reason}; the router did not confirm share 0 ({problem}), the watchdog goes on trying"
             if exposed:
                 self._withdraw_record()
-            self._mark("rolled_back" if exposed else state, None, reason)
+            if record.state == "promoted":
+                self.context.say(f"promoted, but afterwards: {reason}")
+            else:
+                self._mark("rolled_back" if exposed else state, None, reason)
         except LeaseLostError as error:
             self.context.say(f"stopped: {error}")
         instances.stop(self.context, self.router)
@@ -357,8 +360,9 @@ class _Release:
             record.shares, record.mirror = Shares(), 0.0
             if record.state in ("shadow", "canary", "held"):
                 record.state = "baselined"
-            record.reason = "interrupted; the same command resumes it"
             record.candidate_instance = record.control_instance = None
+            if record.state != "promoted":
+                record.reason = "interrupted; the same command resumes it"
 
         try:
             problem = lifecycle.try_revert(self.router, self.context.held().generation)
@@ -416,7 +420,7 @@ class _Release:
         context, deadline_s = self.context, self.context.plan.canary.hold_deadline_s
         hold.hold(context, hold.PROMOTION, "every gate passed; the wave waits for approval")
         context.say(f"approval: `python -m flows approve {context.release_id}` within {deadline_s:.0f} s promotes it")
-        found = hold.wait(context, hold.PROMOTION, deadline_s)
+        found = hold.wait(context, self.router, hold.PROMOTION, deadline_s)
         if isinstance(found, str):
             self._withdraw(f"the wave waited for approval: {found}")
             self._roll_back(f"the wave waited for approval: {found}")

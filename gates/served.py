@@ -93,8 +93,8 @@ class Span:
 class ClientOutcome:
     """What the side that sends traffic saw: requests sent, answered to the end, lost or cut off.
 
-    `elsewhere`: of the lost ones, how many the champion and the control had, by role. The rest counts
-    against the candidate.
+    `elsewhere`: of the lost ones, how many champion, control and router had, by role. The rest counts against the
+    candidate.
     """
 
     sent: int

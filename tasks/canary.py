@@ -18,6 +18,7 @@ from data.requests import TrafficRequest
 from gates import canary as gate
 from gates.served import ClientOutcome, Span
 from gates.verdict import Check, GateReport, Verdict, error_check
+from tasks import lifecycle
 from tasks.context import Context, StageOutcome
 from tasks.envoy_config import SHADOW_CONCURRENCY
 from tasks.moves import move, settle
@@ -114,7 +115,8 @@ def _gather(
     missing = wanted - have
     if missing <= 0:
         return None
-    most_at_once, vigil = context.plan.traffic.max_in_flight, Vigil(context)
+    most_at_once = context.plan.traffic.max_in_flight
+    vigil = Vigil(context, router, since=step.start, share=step.share)
     played = play(
         _from_now(arrivals),
         f"http://127.0.0.1:{router.port}",
@@ -123,7 +125,7 @@ def _gather(
         max_in_flight=min(most_at_once, SHADOW_CONCURRENCY) if step.share == 100 else most_at_once,
         enough=lambda so_far: so_far.begun["candidate"] >= missing,
         most=math.ceil(missing * 100 / step.share) * 3 + 50,
-        tick=lambda so_far: vigil.trouble(so_far) or _tick(context, step),
+        tick=lambda so_far: lifecycle.watched(context, router, vigil, so_far),
         shares=shares_of(step.share),
     )
     step.played.append(played)
@@ -138,13 +140,6 @@ def _from_now(arrivals: Iterator[tuple[float, TrafficRequest]]) -> Iterator[tupl
     for moment, request in arrivals:
         first = moment if first is None else first
         yield moment - first, request
-
-
-def _tick(context: Context, step: _Step) -> str | None:
-    context.check()
-    span = Span(step.start, datetime.now(UTC))
-    candidate, control = gate.recent(context.lake, context.release_id, share=step.share, span=span)
-    return gate.breach(candidate, control, context.plan)
 
 
 def _whose(client: ClientOutcome) -> str:

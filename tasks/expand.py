@@ -8,18 +8,20 @@ champion is kept warm as `previous`.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from data.requests import TrafficRequest
 from gates import expand as gate
 from gates.served import Span
 from gates.verdict import GateReport, Verdict, error_check
+from tasks import lifecycle
 from tasks.context import Context, StageOutcome
 from tasks.instances import command_of
 from tasks.moves import move, settle
 from tasks.record import Deployed, Record, Shares
-from tasks.router import EnvoyRouter
-from tasks.traffic import Played, endless, play
+from tasks.router import EnvoyRouter, RouterError
+from tasks.traffic import endless, play
 from tasks.vigil import Vigil
 from tasks.windows import write_windows
 
@@ -30,19 +32,15 @@ def run(context: Context, router: EnvoyRouter, requests: list[TrafficRequest]) -
     start = datetime.now(UTC)
     move(context, router, mirror=0.0, shares=Shares(champion=0, control=0, candidate=100))
 
-    vigil = Vigil(context)
-
-    def tick(so_far: Played) -> str | None:
-        context.check()
-        return vigil.trouble(so_far)
-
+    vigil = Vigil(context, router, since=start)
     played = play(
         endless(requests, start=len(requests) // 2),
         f"http://127.0.0.1:{router.port}",
         max_in_flight=context.plan.traffic.max_in_flight,
         enough=lambda so_far: so_far.sent >= plan.requests,
         most=plan.requests,
-        tick=tick,
+        tick=lambda so_far: lifecycle.watched(context, router, vigil, so_far),
+        shares=Shares(champion=0, control=0, candidate=100),
     )
     outcome = played.outcome()
     if played.stopped is not None:
@@ -65,7 +63,14 @@ def hand_over(context: Context, router: EnvoyRouter, fingerprint_id: str, backen
     held = context.update(lambda record: None)
     if held.candidate_instance is None:
         raise RuntimeError("the record names no candidate instance to hand over")
-    router.set_endpoint("champion", held.candidate_instance.port, generation=held.generation)
+    try:
+        router.set_endpoint("champion", held.candidate_instance.port, generation=held.generation)
+    except RouterError:
+        # Told, but not confirmed: the candidate that is stopped next must not stand behind the champion's cluster.
+        if held.champion is not None and held.champion.instance is not None:
+            with suppress(RouterError):
+                router.set_endpoint("champion", held.champion.instance.port, generation=held.generation)
+        raise
 
     def change(record: Record) -> None:
         record.previous = record.champion
@@ -87,6 +92,11 @@ def hand_over(context: Context, router: EnvoyRouter, fingerprint_id: str, backen
         record.state, record.shares, record.mirror, record.reason = "promoted", Shares(), 0.0, "every gate passed"
 
     record = context.update(change)
-    router.set_shares(100, 0, 0, record.generation)
+    try:
+        router.set_shares(100, 0, 0, record.generation)
+    except RouterError as error:
+        # Both clusters are the new champion's process by now, so users notice nothing; the watchdog goes on trying.
+        context.event("shares_not_confirmed", str(error), severity="warning", subject=context.release_id)
+        context.say(f"promoted, but the router did not confirm 100/0/0: {error}")
     context.event("promoted", f"{context.candidate.candidate.name} is champion", subject=context.release_id)
     return record

@@ -7,9 +7,11 @@ its use: a yes to noise in a baseline says nothing about the canary that follows
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 
 from tasks.context import Context
 from tasks.record import Approval, Record
+from tasks.router import Router
 from tasks.vigil import Vigil
 
 PROMOTION = "promotion"  # what a wave with `approval: true` waits for
@@ -25,12 +27,16 @@ def hold(context: Context, stage: str, reason: str) -> None:
     context.update(change)
 
 
-def wait(context: Context, stage: str, deadline_s: float) -> Approval | str:
+def wait(context: Context, router: Router, stage: str, deadline_s: float) -> Approval | str:
     """Wait for the yes to a held stage, traffic as it is; or why there is none: the deadline, or the candidate.
+
+    The candidate is watched all the while, as in a canary step: users are on it.
 
     Raises LeaseLostError.
     """
-    vigil, deadline = Vigil(context), time.monotonic() + deadline_s
+    share = context.store.load().shares.candidate
+    vigil = Vigil(context, router, since=datetime.now(UTC), share=share)
+    deadline = time.monotonic() + deadline_s
     while time.monotonic() < deadline:
         context.check()
         if (trouble := vigil.trouble()) is not None:

@@ -87,11 +87,23 @@ def _launch(context: Context, role: Literal["candidate", "control"]) -> Instance
 
 
 def stop(context: Context, router: Router, *, keep_candidate: bool = False) -> None:
-    """Stop what this release started, once its last live request is answered; `keep_candidate`: all but that."""
+    """Stop what this release started, once its last live request is answered; `keep_candidate`: all but that.
+
+    Never what serves: a release that is interrupted after its promotion has a candidate that is the champion.
+    """
     roles: tuple[Role, ...] = ("control",) if keep_candidate else ("control", "candidate")
-    _drain(router, roles)
-    for role in roles:
-        stop_process(context.folder, f"{role}-{context.release_id}")
+    names = {role: f"{role}-{context.release_id}" for role in roles}
+    serving = _serving(context)
+    mine = tuple(role for role in roles if names[role] not in serving)
+    _drain(router, mine)
+    for role in mine:
+        stop_process(context.folder, names[role])
+
+
+def _serving(context: Context) -> set[str]:
+    """Names of the instances of champion and previous."""
+    record = context.store.load()
+    return {d.instance.name for d in (record.champion, record.previous) if d is not None and d.instance is not None}
 
 
 def _drain(router: Router, roles: tuple[Role, ...]) -> None:
@@ -109,8 +121,7 @@ def _drain(router: Router, roles: tuple[Role, ...]) -> None:
 
 def reap(context: Context) -> None:
     """Stop candidates and controls that earlier releases left: warm for a look, or orphans of a kill."""
-    record = context.store.load()
-    serving = {d.instance.name for d in (record.champion, record.previous) if d is not None and d.instance is not None}
+    serving = _serving(context)
     for process in list_processes(context.folder):
         if process.role in ("candidate", "control") and process.name not in serving:
             stop_process(context.folder, process.name)

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import httpx
@@ -29,6 +30,8 @@ from tasks.record import Shares
 TIMEOUT_S = 120.0
 TICK_S = 0.5
 RETRIES = 2  # of a connection that was refused before a byte was sent
+DRAIN_S = 10.0  # that requests in flight get when a play is cut short
+OTHERS = ("champion", "control", "router")  # whose losses say nothing about a candidate
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Reply:
     request_id: str
     status: int  # 0: no HTTP answer
     complete: bool  # answered to its end
-    role: str  # x-attention-role: who served, as the router says; of no answer at all, whom the ring gave it to
+    role: str  # x-attention-role, who served; of no answer at all, whom the ring gave it to, or `router` if it was away
     release: str  # x-attention-release, as the instance says
     seconds: float
     error: str = ""
@@ -63,7 +66,7 @@ class Played:
 
     def outcome(self) -> ClientOutcome:
         ok = sum(reply.ok for reply in self.replies)
-        beside = Counter(reply.role for reply in self.replies if not reply.ok and reply.role in ("champion", "control"))
+        beside = Counter(reply.role for reply in self.replies if not reply.ok and reply.role in OTHERS)
         return ClientOutcome(sent=self.sent, ok=ok, lost=self.sent - ok, elsewhere=dict(beside))
 
 
@@ -128,8 +131,9 @@ def play(
 ) -> Played:
     """Send requests until `enough`, or `most` were sent, or `tick` (every 0.5 s) gives a reason to stop.
 
-    Requests in flight are always waited for: what was sent is counted. Exceptions of `tick` pass
-    through after that. `shares`, the router's, tell who lost a request that nobody answered.
+    What was sent is counted: requests in flight are waited for, `DRAIN_S` where there was a reason to stop, and
+    what is not answered by then is lost. Exceptions of `tick` pass through after that. `shares`, the router's, tell
+    who lost a request that nobody answered.
     """
     return asyncio.run(_play(arrivals, url, max_in_flight, enough, most, tick, model, shares))
 
@@ -151,6 +155,9 @@ async def _play(
     async def one(client: httpx.AsyncClient, request: TrafficRequest) -> None:
         try:
             reply = await _send(client, request, model, played.begun)
+        except asyncio.CancelledError:
+            reply = Reply("", 0, False, "", "", 0.0, "not answered when the play was cut short")
+        try:
             if not reply.role and shares is not None:
                 reply = replace(reply, role=role_on_ring(request.session_id, shares))
             played.replies.append(reply)
@@ -172,25 +179,43 @@ async def _play(
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
         ticker = asyncio.create_task(ticking())
         started = time.monotonic()
+
+        def over() -> bool:
+            return played.stopped is not None or enough(played)
+
         try:
-            while played.stopped is None and played.sent < most and not enough(played):
+            while played.sent < most and not over():
                 arrival, request = next(arrivals)
-                await _until(started + arrival, lambda: played.stopped is not None or enough(played))
-                await room.acquire()
-                if played.stopped is not None or enough(played):
-                    room.release()
+                await _until(started + arrival, over)
+                if not await _acquired(room, over):
                     break
                 played.sent += 1
                 task = asyncio.create_task(one(client, request))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
-        finally:
+            while tasks and played.stopped is None:
+                await asyncio.wait(tasks, timeout=0.1)
             if tasks:
-                await asyncio.wait(tasks)
+                await asyncio.wait(tasks, timeout=DRAIN_S)
+        finally:  # also of a Ctrl-C, which waits for nobody
             ticker.cancel()
+            for late in tasks:
+                late.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=1.0)
     if failure:
         raise failure[0]
     return played
+
+
+async def _acquired(room: asyncio.Semaphore, stop: Callable[[], bool]) -> bool:
+    """Whether there was room before it was time to stop: requests that hang would keep all of it."""
+    while not stop():
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await room.acquire()
+            return True
+    return False
 
 
 async def _until(moment: float, stop: Callable[[], bool]) -> None:
@@ -223,15 +248,15 @@ async def _send(client: httpx.AsyncClient, request: TrafficRequest, model: str |
             if attempt < RETRIES:
                 await asyncio.sleep(0.05)
                 continue
-            return _lost(request_id, started, error)
+            return _lost(request_id, started, error, role="router")
         except httpx.HTTPError as error:
             return _lost(request_id, started, error)
     raise AssertionError("unreachable: every attempt returns or retries")
 
 
-def _lost(request_id: str, started: float, error: httpx.HTTPError) -> Reply:
+def _lost(request_id: str, started: float, error: httpx.HTTPError, role: str = "") -> Reply:
     what = f"{type(error).__name__}: {error}"
-    return Reply(request_id, 0, False, "", "", time.perf_counter() - started, what)
+    return Reply(request_id, 0, False, role, "", time.perf_counter() - started, what)
 
 
 async def _read(response: httpx.Response, stream: bool) -> bool:

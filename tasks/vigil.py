@@ -1,39 +1,89 @@
-"""Whether the candidate still answers, seen from outside it: a dead process writes no row for a gate to read."""
+"""Whether a candidate may keep its traffic, seen while it has it: from outside, and from the rows that it writes.
+
+A dead process writes no row, so the record's processes, `/health`, what users lost and the router's own count of
+errors are looked at beside the rows. Trouble of the control ends it too: users are on both arms.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from datetime import UTC, datetime
+
+from gates import canary as gate
+from gates.served import Span
 from gates.thresholds import load_limits
 from tasks.context import Context
 from tasks.processes import ask_health, is_alive
-from tasks.traffic import Played
+from tasks.record import Instance
+from tasks.router import Router, RouterError
+from tasks.traffic import OTHERS, Played
 
 # Of two seconds each: a candidate under full load answered within 0.6 s.
 MISSES = 3
 
 
 class Vigil:
-    """Watches one candidate while it holds traffic, or may get some."""
+    """Watches candidate and control while they hold traffic, or may get some.
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._missed = 0
+    `router`: also count the errors that it sees from now on. `since`, `share`: also read the rows of both arms from
+    then on, at that share of the candidate in percent.
+    """
+
+    def __init__(
+        self, context: Context, router: Router | None = None, *, since: datetime | None = None, share: int = 100
+    ) -> None:
+        self._context, self._router, self._since, self._share = context, router, since, share
+        self._missed: Counter[str] = Counter()
         limits = load_limits("canary", context.plan.name)
         self._last, self._errors = int(limits.value("breach_last")), int(limits.value("breach_errors"))
+        self._counted: tuple[int, int] | None = None  # requests and errors where the router's count began
 
     def trouble(self, played: Played | None = None) -> str | None:
-        """Why the candidate must not keep its traffic, or None: its process, its `/health`, what users lost."""
-        instance = self._context.store.load().candidate_instance
-        if instance is None:
+        """Why the candidate must not keep its traffic, or None."""
+        record = self._context.store.load()
+        if record.candidate_instance is None:
             return "the record names no candidate instance"
+        return (
+            self._silent(record.candidate_instance)
+            or (record.control_instance and self._silent(record.control_instance))
+            or self._lost(played)
+            or self._failed()
+            or self._breach()
+        )
+
+    def _silent(self, instance: Instance) -> str | None:
         if not is_alive(instance.pid, instance.started):
             return f"the process of {instance.name} died"
-        self._missed = 0 if ask_health(instance.port) is not None else self._missed + 1
-        if self._missed >= MISSES:
-            return f"{instance.name} does not answer /health"
-        if played is not None:
-            # What champion or control lost is not the candidate's.
-            replies = played.replies[-self._last :]
-            lost = sum(not reply.ok and reply.role not in ("champion", "control") for reply in replies)
-            if lost >= self._errors:
-                return f"users lost {lost} of the last {len(replies)} requests"
+        self._missed[instance.name] = 0 if ask_health(instance.port) is not None else self._missed[instance.name] + 1
+        return f"{instance.name} does not answer /health" if self._missed[instance.name] >= MISSES else None
+
+    def _lost(self, played: Played | None) -> str | None:
+        replies = played.replies[-self._last :] if played is not None else []
+        # What champion, control or router lost is not the candidate's.
+        lost = sum(not reply.ok and reply.role not in OTHERS for reply in replies)
+        return f"users lost {lost} of the last {len(replies)} requests" if lost >= self._errors else None
+
+    def _failed(self) -> str | None:
+        """Errors by the router's count, over windows of as many requests as the limit speaks of."""
+        if self._router is None:
+            return None
+        try:
+            counts = self._router.observe().counts["candidate"]
+        except RouterError:
+            return None  # it is asked again, and the supervisor starts it again
+        total, errors = counts.total, counts.errors_5xx
+        if self._counted is None or total < self._counted[0]:  # a router that was started anew counts from 0
+            self._counted = (total, errors)
+        served, failed = total - self._counted[0], errors - self._counted[1]
+        if failed >= self._errors and failed * self._last >= self._errors * served:
+            return f"{failed} of the candidate's last {served} requests failed, by the router's count"
+        if served >= self._last:
+            self._counted = (total, errors)
         return None
+
+    def _breach(self) -> str | None:
+        if self._since is None:
+            return None
+        context, span = self._context, Span(self._since, datetime.now(UTC))
+        candidate, control = gate.recent(context.lake, context.release_id, share=self._share, span=span)
+        return gate.breach(candidate, control, context.plan)

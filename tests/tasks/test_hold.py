@@ -54,13 +54,13 @@ def test_a_yes_from_before_the_hold_is_void(context: Context) -> None:
     hold.hold(context, "canary", "too little evidence")
     approve("flash-1")
     hold.hold(context, "canary", "again")
-    assert hold.wait(context, "canary", 0.05) == "nobody approved it before its deadline"
+    assert hold.wait(context, None, "canary", 0.05) == "nobody approved it before its deadline"
 
 
 def test_waiting_ends_with_the_yes(context: Context) -> None:
     hold.hold(context, "canary", "too little evidence")
     threading.Timer(0.3, approve, ["flash-1"]).start()
-    found = hold.wait(context, "canary", 10)
+    found = hold.wait(context, None, "canary", 10)
     assert isinstance(found, Approval)
     assert found.stage == "canary"
 
@@ -69,7 +69,7 @@ def test_waiting_ends_with_the_candidate(context: Context, monkeypatch: pytest.M
     monkeypatch.setattr("tasks.vigil.Vigil.trouble", lambda self, played=None: "the process of x died")
     hold.hold(context, "canary", "too little evidence")
     started = time.monotonic()
-    assert hold.wait(context, "canary", 60) == "the process of x died"
+    assert hold.wait(context, None, "canary", 60) == "the process of x died"
     assert time.monotonic() - started < 5
 
 

@@ -241,11 +241,31 @@ def test_the_ring_position_says_which_role_envoy_picks(tmp_path: Path) -> None:
 
 
 def test_who_should_have_answered_is_told_by_the_ring() -> None:
-    """Nobody listens: a request is lost by the role that Envoy would have picked, not by the candidate."""
+    """A connection that ends without a word is lost by the role that Envoy picked, not always by the candidate."""
     shares = Shares(champion=60, control=20, candidate=20)
-    played = run(requests(50), free_port(), 50, shares=shares, max_in_flight=8)
+    with server(lambda handler: setattr(handler, "close_connection", True)) as port:
+        played = run(requests(50), port, 50, shares=shares, max_in_flight=8)
     by_role = Counter(reply.role for reply in played.replies)
     assert by_role.keys() == {"champion", "control", "candidate"}
     outcome = played.outcome()
     assert outcome.lost == 50
     assert outcome.elsewhere == {"champion": by_role["champion"], "control": by_role["control"]}
+
+
+def test_a_router_that_is_away_is_nobody_elses_loss() -> None:
+    outcome = run(requests(2), free_port(), 2, shares=Shares(champion=0, control=0, candidate=100)).outcome()
+    assert (outcome.lost, outcome.elsewhere) == (2, {"router": 2})
+
+
+def test_requests_that_hang_keep_nobody_waiting_once_there_is_a_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.traffic.DRAIN_S", 0.5)
+    hanging = threading.Event()
+    try:
+        with server(lambda handler: hanging.wait(60)) as port:
+            started = time.monotonic()
+            played = run(requests(9), port, 9, max_in_flight=2, tick=lambda so_far: "it hangs")
+            assert time.monotonic() - started < 5
+            hanging.set()
+    finally:
+        hanging.set()
+    assert (played.stopped, played.sent, played.outcome().lost) == ("it hangs", 2, 2)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -70,3 +72,43 @@ def test_what_users_lose_counts_unless_another_role_lost_it(context: Context) ->
     watch = vigil.Vigil(context)
     assert watch.trouble(replies(*[("champion", False)] * 9)) is None
     assert watch.trouble(replies(*[("", False)] * 5)) == "users lost 5 of the last 5 requests"
+
+
+def test_a_dead_control_ends_it_too(context: Context) -> None:
+    """Users are on both arms."""
+
+    def note(record: Record) -> None:
+        record.control_instance = Instance(name="control-flash-1", port=1, pid=2**22 - 1, started=1, log="")
+
+    context.update(note)
+    assert vigil.Vigil(context).trouble() == "the process of control-flash-1 died"
+
+
+class CountingRouter:
+    """A router that has counted so many requests of the candidate, and errors among them."""
+
+    def __init__(self) -> None:
+        self.total = self.errors = 0
+
+    def observe(self) -> Any:
+        counts = SimpleNamespace(total=self.total, errors_5xx=self.errors)
+        return SimpleNamespace(counts={"candidate": counts})
+
+
+def test_errors_that_only_the_router_counts_end_a_hold(context: Context) -> None:
+    router = CountingRouter()
+    watch = vigil.Vigil(context, router)  # type: ignore[arg-type]
+    router.total, router.errors = 1000, 900
+    assert watch.trouble() is None, "what was before is not its doing"
+    router.total, router.errors = 1040, 904
+    assert watch.trouble() is None
+    router.total, router.errors = 1041, 905
+    assert watch.trouble() == "5 of the candidate's last 41 requests failed, by the router's count"
+
+
+def test_few_errors_among_many_requests_are_for_the_gate(context: Context) -> None:
+    router = CountingRouter()
+    watch = vigil.Vigil(context, router)  # type: ignore[arg-type]
+    for turn in range(30):
+        router.total, router.errors = 60 * turn, turn
+        assert watch.trouble() is None
