@@ -113,8 +113,9 @@ def _cell(record: Record) -> CellStatus:
 def _lease(lease: Lease | None) -> LeaseStatus | None:
     if lease is None:
         return None
-    left = max(0.0, lease.expires_at - time.time())
-    return LeaseStatus(holder=lease.holder, pid=lease.pid, live=lease.live(), seconds_left=left)
+    live = lease.live()
+    left = max(0.0, lease.expires_at - time.time()) if live else 0.0
+    return LeaseStatus(holder=lease.holder, pid=lease.pid, live=live, seconds_left=left)
 
 
 def _processes(record: Record) -> list[ProcessStatus]:
@@ -180,13 +181,19 @@ def _render_cell(cell: CellStatus) -> RenderableType:
         # A release id begins with its candidate's name.
         rows = Rows("ended", "release", "state", "reason")
         for attempt in cell.attempts[:NUM_ATTEMPTS]:
-            ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(attempt.time))
-            rows.add(ended, attempt.release_id, attempt.state.replace("_", " "), attempt.reason)
+            rows.add(_when(attempt.time), attempt.release_id, attempt.state.replace("_", " "), attempt.reason)
         parts.append(rows)
         earlier = len(cell.attempts) - NUM_ATTEMPTS
         if earlier > 0:
             parts.append(Text(f"{earlier} earlier: `status --json` has them", style="dim"))
     return Group(*parts, Text(""))
+
+
+def _when(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    except (ValueError, OverflowError, OSError):  # a number that is no time, written by hand
+        return f"{seconds:g}?"
 
 
 def _facts(cell: CellStatus) -> list[tuple[str, str]]:
