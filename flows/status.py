@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from attention.errors import UserError
 from data.paths import cell_dir, cells, home_dir, lake_dir
-from tasks.processes import is_alive, list_processes
+from tasks.processes import broken_files, is_alive, list_processes
 from tasks.record import Attempt, Deployed, Instance, Lease, Record, RecordStore, Shares
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class CellStatus(BaseModel):
     lease: LeaseStatus | None = None
     approved_by: str | None = None
     processes: list[ProcessStatus] = []
+    broken_files: list[str] = []  # process files that are none; `down` removes them
     attempts: list[Attempt] = []  # newest first
 
 
@@ -106,6 +107,7 @@ def _cell(record: Record) -> CellStatus:
         lease=_lease(record.lease),
         approved_by=record.approval.by if record.approval else None,
         processes=_processes(record),
+        broken_files=[str(path) for path in broken_files(cell_dir(record.gpu, record.family))],
         attempts=record.attempts[::-1],
     )
 
@@ -214,6 +216,7 @@ def _facts(cell: CellStatus) -> list[tuple[str, str]]:
         ("lease", _lease_text(cell.lease)),
         ("approved by", cell.approved_by or ""),
         ("reason", cell.reason),
+        ("not a process file", ", ".join(cell.broken_files)),
     ]
     return [(name, value) for name, value in facts if value]
 

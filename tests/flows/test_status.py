@@ -84,7 +84,8 @@ def test_what_no_clock_can_show_and_a_process_file_that_is_none_are_shown_all_th
     broken = cell_dir("cpu", "smollm2") / "processes" / "envoy.json"
     broken.parent.mkdir()
     broken.write_bytes(b"\xff\xfe")
-    assert "1e+300?" in printed(status())
+    text = printed(status(), width=400)
+    assert "1e+300?" in text and f"not a process file  {broken}" in text
 
 
 def test_the_last_five_attempts_are_shown_and_the_others_counted() -> None:
