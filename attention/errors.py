@@ -59,6 +59,14 @@ def is_dir(path: Path) -> bool:
         return False
 
 
+def readable(text: str) -> str:
+    """What a person typed in another encoding than UTF-8, with `?` in a diamond for what cannot be read.
+
+    Python keeps such bytes as half characters, which no file in UTF-8 can hold.
+    """
+    return os.fsencode(text).decode("utf-8", "replace")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`did you mean a, b?` for a mistyped name, else the known names."""
     names = sorted(set(known))

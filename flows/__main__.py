@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attention.errors import UserError, piped
+from attention.errors import UserError, piped, readable
 from attention.private import private_folder
 from flows.telemetry import silence
 
@@ -43,6 +43,11 @@ def _cell_part(option: typer.CallbackParam, name: str | None) -> str | None:
     return None if name is None else check_part(f"--{option.name}", name)
 
 
+def _text(text: str | None) -> str | None:
+    """Free text goes into records and reports, which are UTF-8: a rollback must not fail for an umlaut."""
+    return None if text is None else readable(text)
+
+
 Gpu = Annotated[str, typer.Option("--gpu", help="GPU model of the cell, `cpu` without one", callback=_cell_part)]
 Family = Annotated[
     str, typer.Option("--family", help="model family of the cell, for example smollm2", callback=_cell_part)
@@ -52,8 +57,10 @@ Family = Annotated[
 @app.command()
 def release(
     candidate: Annotated[Path, typer.Argument(help="candidate file, for example data/candidates/torch-flash-cpu.yaml")],
-    champion: Annotated[str | None, typer.Option(help="incumbent of a cell without a release yet")] = None,
-    stop_after: Annotated[str | None, typer.Option(help="end after this stage passed")] = None,
+    champion: Annotated[
+        str | None, typer.Option(help="incumbent of a cell without a release yet", callback=_text)
+    ] = None,
+    stop_after: Annotated[str | None, typer.Option(help="end after this stage passed", callback=_text)] = None,
     retry: Annotated[bool, typer.Option("--retry", help="try a candidate again that was refused before")] = False,
     as_json: Json = False,
 ) -> None:
@@ -110,7 +117,9 @@ def _run_flow(
 def up(
     gpu: Gpu = "cpu",
     family: Family = "smollm2",
-    champion: Annotated[str | None, typer.Option(help="incumbent of a cell without a release yet")] = None,
+    champion: Annotated[
+        str | None, typer.Option(help="incumbent of a cell without a release yet", callback=_text)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run Envoy, the champion and the watchdog of a cell under one supervisor."""
@@ -155,8 +164,10 @@ def down(
 def rollback(
     gpu: Gpu,
     family: Family,
-    reason: Annotated[str, typer.Option(help="why, for the record")],
-    to: Annotated[str | None, typer.Option(help="release id to go back to; default: the previous champion")] = None,
+    reason: Annotated[str, typer.Option(help="why, for the record", callback=_text)],
+    to: Annotated[
+        str | None, typer.Option(help="release id to go back to; default: the previous champion", callback=_text)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Take a release back at once: share 0, confirmed by the router."""
@@ -174,8 +185,10 @@ def rollback(
 
 @app.command()
 def approve(
-    release_id: Annotated[str, typer.Argument(metavar="RELEASE", help="release id, as `status` shows it")],
-    note: Annotated[str, typer.Option(help="why, for the record")] = "",
+    release_id: Annotated[
+        str, typer.Argument(metavar="RELEASE", help="release id, as `status` shows it", callback=_text)
+    ],
+    note: Annotated[str, typer.Option(help="why, for the record", callback=_text)] = "",
     as_json: Json = False,
 ) -> None:
     """Let a held release go on."""
@@ -202,7 +215,9 @@ def status(
 
 @app.command()
 def why(
-    release_id: Annotated[str, typer.Argument(metavar="RELEASE", help="release id, as `status` shows it")],
+    release_id: Annotated[
+        str, typer.Argument(metavar="RELEASE", help="release id, as `status` shows it", callback=_text)
+    ],
     as_json: Json = False,
 ) -> None:
     """Why a release passed or failed, down to the rows behind it."""
@@ -224,7 +239,9 @@ def doctor(as_json: Json = False) -> None:
 @app.command()
 def qualify(
     candidate: Annotated[Path, typer.Argument(help="candidate file")],
-    champion: Annotated[str | None, typer.Option(help="incumbent of a cell without a release yet")] = None,
+    champion: Annotated[
+        str | None, typer.Option(help="incumbent of a cell without a release yet", callback=_text)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """The offline phases only: fingerprint, probe, replay and baseline; no traffic moves."""

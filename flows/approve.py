@@ -5,7 +5,7 @@ from __future__ import annotations
 import getpass
 import time
 
-from attention.errors import UserError, nearest
+from attention.errors import UserError, nearest, readable
 from data.paths import cell_dir, cells
 from tasks.record import Approval, Record, RecordStore
 
@@ -36,5 +36,5 @@ def _approve(record: Record, release_id: str, note: str) -> None:
         raise UserError(
             f"{release_id}: {record.held_stage} ended in an error: mend it and release again; {record.reason}"
         )
-    by, now = getpass.getuser(), time.time()
+    by, now = readable(getpass.getuser()), time.time()
     record.approval = Approval(release_id=release_id, stage=record.held_stage, by=by, time=now, note=note)

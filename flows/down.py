@@ -1,20 +1,32 @@
 """`flows down`: traffic to the champion, then every process of the cell stopped, orphans included.
 
-It finds processes by their files alone, so it also cleans up after a supervisor or a release that was
-killed. Whatever is broken on the way (record, router) is said and does not keep anything running.
+It finds processes by their files and by the logs they write to, so it also cleans up after a supervisor
+or a release that was killed. Whatever is broken on the way (record, router) is said and does not keep anything running.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 from attention.errors import UserError
 from data.paths import cell_dir
-from tasks.processes import GRACE_S, ProcessFile, list_processes, stop_process, stop_processes
+from tasks.processes import (
+    GRACE_S,
+    ProcessFile,
+    broken_files,
+    list_processes,
+    running_processes,
+    stop_process,
+    stop_processes,
+)
 from tasks.record import Record, RecordStore
 from tasks.router import EnvoyRouter, RouterError
 from tasks.supervisor import SUPERVISOR
+
+MAX_ROUNDS = 5
 
 
 def down(gpu: str, family: str, *, grace_s: float = GRACE_S) -> list[ProcessFile]:
@@ -25,7 +37,7 @@ def down(gpu: str, family: str, *, grace_s: float = GRACE_S) -> list[ProcessFile
     """
     cell = cell_dir(gpu, family)
     store, router = RecordStore(cell / "record.json"), EnvoyRouter(cell)
-    running = [process for process in list_processes(cell) if process.alive()]
+    running = _living(cell)
     generation = _update(store, Record.fence)
     if router.process() is not None:
         try:
@@ -34,10 +46,26 @@ def down(gpu: str, family: str, *, grace_s: float = GRACE_S) -> list[ProcessFile
             _say(error)
     # The supervisor first: it would start again what is stopped.
     stop_process(cell, SUPERVISOR, grace_s + GRACE_S)
-    stop_processes(cell, list_processes(cell), grace_s)
+    for path in broken_files(cell):
+        _say(UserError(f"{path}: not a process file: removed; what runs under its name is stopped"))
+        with suppress(OSError):
+            path.unlink()
+    # Again until nothing is found: a rollback or a release under way may be starting something.
+    for _ in range(MAX_ROUNDS):
+        living = _living(cell)
+        stop_processes(cell, [*list_processes(cell), *living], grace_s)
+        if not living:
+            break
     _update(store, _forget_instances)
     router.stop()
     return running
+
+
+def _living(cell: Path) -> list[ProcessFile]:
+    """What runs: by the process files, and what none of them tells of."""
+    listed = [process for process in list_processes(cell) if process.alive()]
+    pids = {process.pid for process in listed}
+    return listed + [process for process in running_processes(cell) if process.pid not in pids]
 
 
 def _update(store: RecordStore, change: Callable[[Record], None]) -> int | None:

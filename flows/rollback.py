@@ -12,6 +12,8 @@ Needs neither Prefect nor MLflow nor the lake nor torch; pyarrow is imported aft
 
 from __future__ import annotations
 
+import http.client
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -21,13 +23,24 @@ from typing import Literal
 from attention.errors import UserError, nearest
 from data.paths import cell_dir, cells
 from tasks.events import write_event
-from tasks.processes import ProcessError, answers, free_port, is_alive, start_instance, stop_process, wait_ready
+from tasks.processes import (
+    ProcessError,
+    answers,
+    ask_health,
+    free_port,
+    is_alive,
+    living_instance,
+    start_instance,
+    stop_process,
+    wait_ready,
+)
 from tasks.record import Attempt, Instance, Record, RecordStore, State
 from tasks.router import EnvoyRouter
 
 ANSWER_S, PATIENT_S = 0.3, 2.0  # that a warm previous is given to answer /health, first and last
 LOCK_S = 0.2  # a stopped process that holds the record's lock delays a rollback by no more than this
 START_S = 180.0  # for a previous that is not warm
+START_TRIES = 3
 
 FINAL: tuple[State, ...] = ("promoted", "rolled_back", "rejected", "superseded")
 
@@ -179,29 +192,57 @@ def _ready_previous(router: EnvoyRouter, record: Record) -> Instance | None:
     previous = record.previous
     assert previous is not None
     warm = previous.instance
-    if warm is not None and _answers(warm, ANSWER_S):
+    if warm is not None and is_alive(warm.pid, warm.started) and answers(warm.port, ANSWER_S):
         return warm
     served = router.process() is not None
     if served and router.exposed():  # what follows takes its time: no candidate keeps traffic meanwhile
         router.revert(router.held_generation())
-    if warm is not None and _answers(warm, PATIENT_S):  # a machine under load: cheaper than a start
-        return warm
     name = warm.name if warm is not None else f"previous-{previous.release_id}"
-    stop_process(router.cell, name, grace_s=0)  # where it hangs: it serves nobody
-    if not served:
-        return None
-    print(f"rollback: {name} is not warm: starting it", file=sys.stderr)
-    started = start_instance(router.cell, name, "champion", previous.command, free_port())
+    found = living_instance(router.cell, name)
+    if found is not None:
+        answer = ask_health(found.port, PATIENT_S)  # a machine under load: cheaper than a start
+        if answer is not None and answer[0] == http.client.OK:
+            return found
+        if answer is None and _listens(found.port):
+            stop_process(router.cell, name, grace_s=0)  # it hangs: it serves nobody
+    return _start_previous(router, name, previous.command) if served else None
+
+
+def _listens(port: int) -> bool:
+    """Whether connections are taken: one that still loads may not do that yet."""
     try:
-        wait_ready(started, START_S)
-    except ProcessError:
+        socket.create_connection(("127.0.0.1", port), PATIENT_S).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:  # no answer: its queue is full
+        return True
+    return True
+
+
+def _start_previous(router: EnvoyRouter, name: str, command: list[str]) -> Instance | None:
+    """The supervisor may start or stop the same instance in the same moment: whichever lives is taken.
+
+    None if the router is stopped meanwhile, by `down`: then nothing is left running.
+    """
+    deadline = time.monotonic() + START_S
+    for tries_left in reversed(range(START_TRIES)):
+        try:
+            instance = living_instance(router.cell, name)
+            how = "starting it" if instance is None else f"waiting for what was started as pid {instance.pid}"
+            print(f"rollback: {name} is not warm: {how}", file=sys.stderr)
+            instance = instance or start_instance(router.cell, name, "champion", command, free_port())
+            wait_ready(instance, max(0.0, deadline - time.monotonic()))
+        except (UserError, ProcessError):
+            if router.process() is not None and tries_left and time.monotonic() < deadline:
+                continue
+            stop_process(router.cell, name)
+            if router.process() is not None:
+                raise
+        if router.process() is not None:
+            return instance
         stop_process(router.cell, name)
-        raise
-    return started
-
-
-def _answers(instance: Instance, wait_s: float) -> bool:
-    return is_alive(instance.pid, instance.started) and answers(instance.port, wait_s)
+        return None
+    raise AssertionError("the last try returns or raises")
 
 
 def _begin(order: _Order) -> Callable[[Record], None]:

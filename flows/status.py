@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from attention.errors import UserError
 from data.paths import cell_dir, cells, home_dir, lake_dir
-from tasks.processes import is_alive, list_processes
+from tasks.processes import broken_files, is_alive, list_processes
 from tasks.record import Attempt, Deployed, Instance, Lease, Record, RecordStore, Shares
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class CellStatus(BaseModel):
     lease: LeaseStatus | None = None
     approved_by: str | None = None
     processes: list[ProcessStatus] = []
+    broken_files: list[str] = []  # process files that are none; `down` removes them
     attempts: list[Attempt] = []  # newest first
 
 
@@ -106,6 +107,7 @@ def _cell(record: Record) -> CellStatus:
         lease=_lease(record.lease),
         approved_by=record.approval.by if record.approval else None,
         processes=_processes(record),
+        broken_files=[str(path) for path in broken_files(cell_dir(record.gpu, record.family))],
         attempts=record.attempts[::-1],
     )
 
@@ -113,8 +115,9 @@ def _cell(record: Record) -> CellStatus:
 def _lease(lease: Lease | None) -> LeaseStatus | None:
     if lease is None:
         return None
-    left = max(0.0, lease.expires_at - time.time())
-    return LeaseStatus(holder=lease.holder, pid=lease.pid, live=lease.live(), seconds_left=left)
+    live = lease.live()
+    left = max(0.0, lease.expires_at - time.time()) if live else 0.0
+    return LeaseStatus(holder=lease.holder, pid=lease.pid, live=live, seconds_left=left)
 
 
 def _processes(record: Record) -> list[ProcessStatus]:
@@ -180,13 +183,19 @@ def _render_cell(cell: CellStatus) -> RenderableType:
         # A release id begins with its candidate's name.
         rows = Rows("ended", "release", "state", "reason")
         for attempt in cell.attempts[:NUM_ATTEMPTS]:
-            ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(attempt.time))
-            rows.add(ended, attempt.release_id, attempt.state.replace("_", " "), attempt.reason)
+            rows.add(_when(attempt.time), attempt.release_id, attempt.state.replace("_", " "), attempt.reason)
         parts.append(rows)
         earlier = len(cell.attempts) - NUM_ATTEMPTS
         if earlier > 0:
             parts.append(Text(f"{earlier} earlier: `status --json` has them", style="dim"))
     return Group(*parts, Text(""))
+
+
+def _when(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    except (ValueError, OverflowError, OSError):  # a number that is no time, written by hand
+        return f"{seconds:g}?"
 
 
 def _facts(cell: CellStatus) -> list[tuple[str, str]]:
@@ -207,6 +216,7 @@ def _facts(cell: CellStatus) -> list[tuple[str, str]]:
         ("lease", _lease_text(cell.lease)),
         ("approved by", cell.approved_by or ""),
         ("reason", cell.reason),
+        ("not a process file", ", ".join(cell.broken_files)),
     ]
     return [(name, value) for name, value in facts if value]
 

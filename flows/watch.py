@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 
 from attention.errors import UserError
 from data.paths import cell_dir
@@ -43,6 +44,9 @@ def watch(gpu: str, family: str, *, stop: threading.Event | None = None) -> None
         except (RouterError, OSError) as error:  # e.g. Envoy is being restarted: the next look tries again
             watchdog.unconfirmed = True
             _say(str(error))
+        except Exception:  # a watchdog that ends of a defect protects nobody
+            watchdog.unconfirmed = True
+            _say(traceback.format_exc())
 
 
 class _Watchdog:

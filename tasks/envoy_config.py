@@ -43,6 +43,8 @@ STREAM_IDLE_S = 300  # no byte either way for this long ends a stream; a token g
 _ROUTE = "attention"
 _HOST = "attention"  # of every request upstream; Envoy appends `-shadow` to it for the copy that it mirrors
 _TYPE = "type.googleapis.com/"
+# What JSON of another shape raises where it is read: a number for a text, a list for a mapping, Infinity.
+_NOT_OURS = (KeyError, IndexError, TypeError, AttributeError, OverflowError)
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def parse_routes(document: str) -> Routes:
         content = json.loads(document)
         resource = content["resources"][0]
         return Routes(Version.parse(content["version_info"]), *parse_route_config(resource))
-    except (KeyError, IndexError, TypeError) as error:
+    except _NOT_OURS as error:
         raise ValueError(f"not a route file: {error!r}") from error
 
 
@@ -180,7 +182,7 @@ def parse_endpoint(document: str) -> tuple[Version, int | None]:
             address = locality["lb_endpoints"][0]["endpoint"]["address"]
             return version, int(address["socket_address"]["port_value"])
         return version, None
-    except (KeyError, IndexError, TypeError) as error:
+    except _NOT_OURS as error:
         raise ValueError(f"not an endpoint file: {error!r}") from error
 
 

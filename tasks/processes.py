@@ -15,8 +15,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from attention.errors import UserError
 from attention.private import private_folder
 from data.paths import repo_dir
-from tasks.files import write_atomically
+from tasks.files import locked, write_atomically
+from tasks.pids import start_ticks as start_ticks
 from tasks.record import Instance
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 POLL_S = 0.02
+LOCK_S = 2.0  # a start holds the lock for milliseconds
 LOG_LINES = 20  # of a dead process, quoted in the error
 
 # Children of this very process. A dead child stays a zombie until it is polled.
@@ -61,8 +63,14 @@ def start_process(cell: Path, name: str, role: str, command: list[str], port: in
     """Start `command` in its own session, output appended to `<cell>/logs/<name>.log`.
 
     It runs in the repository, so paths in `command` are absolute. Raises UserError if a process of
-    that name lives or the program cannot be started.
+    that name lives or the program cannot be started, OSError if its process file cannot be written:
+    then it is killed again, because nobody would find it.
     """
+    with _alone(cell):
+        return _start(cell, name, role, command, port)
+
+
+def _start(cell: Path, name: str, role: str, command: list[str], port: int | None) -> ProcessFile:
     found = find_process(cell, name)
     if found is not None and found.alive():
         raise UserError(f"{name} already runs (pid {found.pid}): stop it first with `python -m flows down`")
@@ -90,7 +98,13 @@ def start_process(cell: Path, name: str, role: str, command: list[str], port: in
         port=port,
         log=str(log),
     )
-    write_atomically(_file(cell, name), process.model_dump_json(indent=2) + "\n")
+    try:
+        write_atomically(_file(cell, name), process.model_dump_json(indent=2) + "\n")
+    except BaseException:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        del _children[child.pid]
+        raise
     return process
 
 
@@ -169,29 +183,76 @@ def is_alive(pid: int, started: int) -> bool:
     return start_ticks(pid) == started
 
 
-def start_ticks(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None if there is none, or only a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    # The second field, the program's name in parentheses, may itself hold spaces and parentheses.
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
 def find_process(cell: Path, name: str) -> ProcessFile | None:
-    """What the process file says; None if there is no readable one. Whether it lives: `alive()`."""
+    """What the process file says; None if there is none. Whether it lives: `alive()`.
+
+    Where the file is broken, the process itself is looked for: it may be the Envoy that serves users.
+    """
     try:
-        return ProcessFile.model_validate_json(_file(cell, name).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValidationError):
+        return _read(_file(cell, name))
+    except FileNotFoundError:
         return None
+    except (OSError, ValidationError):
+        return next((process for process in running_processes(cell) if process.name == name), None)
+
+
+def living_instance(cell: Path, name: str) -> Instance | None:
+    """The serving process of that name, whoever started it; None if none runs."""
+    process = find_process(cell, name)
+    if process is None or process.port is None or not process.alive():
+        return None
+    return Instance(name=name, port=process.port, pid=process.pid, started=process.started, log=process.log)
 
 
 def list_processes(cell: Path) -> list[ProcessFile]:
     """Every process file of the cell, of living and dead processes."""
     names = sorted(path.stem for path in (cell / "processes").glob("[!.]*.json"))
     return [process for name in names if (process := find_process(cell, name)) is not None]
+
+
+def broken_files(cell: Path) -> list[Path]:
+    """Process files that are none."""
+    broken = []
+    for path in sorted((cell / "processes").glob("[!.]*.json")):
+        try:
+            _read(path)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValidationError):
+            broken.append(path)
+    return broken
+
+
+def running_processes(cell: Path) -> list[ProcessFile]:
+    """What runs for the cell, whatever the process files say.
+
+    Whoever was started by `start_process` leads a session and writes to a log of the cell.
+    """
+    logs, found = (cell / "logs").resolve(), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        pid = int(entry.name)
+        try:
+            log = (entry / "fd" / "1").readlink()
+            if log.parent != logs or os.getsid(pid) != pid:
+                continue
+            command = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+        except OSError:  # gone, or of another user
+            continue
+        name = log.name.removesuffix(" (deleted)").removesuffix(".log")
+        started = start_ticks(pid)
+        if started is not None:
+            found.append(
+                ProcessFile(
+                    name=name,
+                    role=name,
+                    command=command,
+                    pid=pid,
+                    started=started,
+                    port=_port_in(command),
+                    log=str(logs / f"{name}.log"),
+                )
+            )
+    return found
 
 
 def stop_process(cell: Path, name: str, grace_s: float = GRACE_S) -> None:
@@ -212,10 +273,11 @@ def stop_processes(cell: Path, processes: Iterable[ProcessFile], grace_s: float 
         deadline = time.monotonic() + wait_s
         while any(process.alive() for process in living) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-    for process in processes:
-        newest = find_process(cell, process.name)
-        if newest is None or not newest.alive():
-            _file(cell, process.name).unlink(missing_ok=True)
+    with _alone(cell):
+        for process in processes:
+            newest = find_process(cell, process.name)
+            if newest is None or not newest.alive():
+                _file(cell, process.name).unlink(missing_ok=True)
 
 
 def free_port() -> int:
@@ -255,6 +317,27 @@ def _listener(port: int) -> str:
                 words = (process / "cmdline").read_bytes().split(b"\0")
                 return f"pid {process.name} {b' '.join(words).decode(errors='replace').strip()[:80]}"
     return "by a process of another user"
+
+
+def _port_in(command: list[str]) -> int | None:
+    at = command.index("--port") + 1 if "--port" in command else len(command)
+    return int(command[at]) if at < len(command) and command[at].isdecimal() else None
+
+
+@contextmanager
+def _alone(cell: Path) -> Iterator[None]:
+    """One at a time starts a process or removes a process file, or two starts of a name would leave an orphan.
+
+    A process that was stopped in the middle, or a disk that refuses the lock, keeps nobody from serving users.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):  # TimeoutError is one
+            stack.enter_context(locked(cell / "processes.lock", LOCK_S))
+        yield
+
+
+def _read(path: Path) -> ProcessFile:
+    return ProcessFile.model_validate_json(path.read_bytes())
 
 
 def _file(cell: Path, name: str) -> Path:

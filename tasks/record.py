@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from attention.errors import UserError
 from tasks.files import locked, write_atomically
+from tasks.pids import start_ticks
 
 State = Literal[
     "registered", "fingerprinted", "probed", "replayed", "baselined", "shadow", "canary", "promoted",
@@ -95,9 +96,20 @@ class Lease(_Model):
     token: str
     acquired_at: float
     expires_at: float  # seconds since the epoch
+    started: int | None = None  # start ticks of that pid; None: an older version wrote it
 
     def live(self) -> bool:
-        return time.time() < self.expires_at
+        """Whether it counts: its holder runs and renewed it in time.
+
+        The clock may be set back: a lease that claims to last longer than any does has run out too. A
+        step of the clock of up to `RENEW_S` ends nothing.
+        """
+        left = self.expires_at - time.time()
+        return 0 < left <= LEASE_S + RENEW_S and self.holder_runs()
+
+    def holder_runs(self) -> bool:
+        found = start_ticks(self.pid)
+        return found is not None and self.started in (None, found)
 
 
 class Approval(_Model):
@@ -261,13 +273,20 @@ class RecordStore:
         lease over calls `router.revert` before anything else: the watchdog trusts a living lease.
         """
         lease = self.load().lease
-        if lease is not None and not Path(f"/proc/{lease.pid}").exists():
-            time.sleep(max(0.0, lease.expires_at - time.time()))
+        if lease is not None and not lease.holder_runs():
+            time.sleep(min(LEASE_S, max(0.0, lease.expires_at - time.time())))
         token = uuid.uuid4().hex
 
         def take(record: Record) -> None:
             now = time.time()
-            record.lease = Lease(holder=holder, pid=os.getpid(), token=token, acquired_at=now, expires_at=now + LEASE_S)
+            record.lease = Lease(
+                holder=holder,
+                pid=os.getpid(),
+                token=token,
+                acquired_at=now,
+                expires_at=now + LEASE_S,
+                started=start_ticks(os.getpid()),
+            )
 
         self.update(take)
         return token

@@ -129,7 +129,11 @@ class EnvoyRouter:
     def process(self) -> ProcessFile | None:
         """The living Envoy of this cell, whoever started it."""
         process = find_process(self.cell, NAME)
-        return process if process is not None and process.alive() else None
+        if process is None or not process.alive():
+            return None
+        if process.port is None:  # its process file is broken, so it was found without it
+            process = process.model_copy(update={"port": self._bootstrap_port()})
+        return process
 
     def start(self, port: int, *, generation: int = 0, keep_traffic: bool = False) -> None:
         """Start Envoy on 127.0.0.1:`port` and wait until it listens.
@@ -152,7 +156,7 @@ class EnvoyRouter:
     def stop(self) -> None:
         """Stop Envoy, if it runs, and remove the folder of its admin socket."""
         stop_process(self.cell, NAME)
-        with suppress(OSError, KeyError, ValueError):  # never started, or already removed
+        with suppress(OSError, KeyError, TypeError, ValueError):  # never started, or already removed
             socket_path = self._socket()
             socket_path.unlink(missing_ok=True)
             socket_path.parent.rmdir()
@@ -291,7 +295,7 @@ class EnvoyRouter:
             found = dump["configs"][0]
             shares, mirror = config.parse_route_config(found["route_config"])
             return Version.parse(found["version_info"]), shares, mirror
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise RouterError(f"Envoy holds routes that are not ours: {error!r}") from error
 
     def _observe_endpoints(self) -> dict[Cluster, int | None]:
@@ -319,13 +323,20 @@ class EnvoyRouter:
             if response.status != http.client.OK:
                 raise RouterError(f"Envoy's admin answered {response.status} to {path}")
             return json.loads(body)
-        except (OSError, http.client.HTTPException, KeyError, ValueError) as error:
+        except (OSError, http.client.HTTPException, KeyError, TypeError, ValueError) as error:
             raise RouterError(f"Envoy does not answer for {self.cell} ({error}): is it up?") from error
 
     def _socket(self) -> Path:
         """Path of the admin socket as the bootstrap has it: TMPDIR may differ in this process."""
         bootstrap = json.loads(config.bootstrap_file(self.cell).read_text(encoding="utf-8"))
         return Path(bootstrap["admin"]["address"]["pipe"]["path"])
+
+    def _bootstrap_port(self) -> int | None:
+        try:
+            bootstrap = json.loads(config.bootstrap_file(self.cell).read_text(encoding="utf-8"))
+            return int(bootstrap["static_resources"]["listeners"][0]["address"]["socket_address"]["port_value"])
+        except (OSError, KeyError, IndexError, TypeError, ValueError):
+            return None
 
     def _wait_live(self, process: ProcessFile) -> None:
         deadline = time.monotonic() + START_S

@@ -15,6 +15,8 @@ import signal
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 
 from attention.errors import UserError
 from data.paths import cell_dir
@@ -25,12 +27,13 @@ from tasks.processes import (
     find_process,
     free_port,
     is_alive,
+    living_instance,
     start_instance,
     start_process,
     stop_process,
     stop_processes,
 )
-from tasks.record import Deployed, Instance, LeaseLostError, Record, RecordStore
+from tasks.record import Deployed, Instance, Record, RecordStore
 from tasks.router import NAME as ENVOY
 from tasks.router import EnvoyRouter, RouterError
 
@@ -52,7 +55,7 @@ SILENT_S = 15.0
 
 
 class _OvertakenError(RuntimeError):
-    """The record names another champion by now."""
+    """The record wants something else by now."""
 
 
 class _Pause:
@@ -102,6 +105,7 @@ class Supervisor:
         self.router = EnvoyRouter(self.cell)
         self.stop = threading.Event()
         self._pauses = {name: _Pause() for name in (ENVOY, WATCHDOG, "champion", "previous")}
+        self._started: dict[str, Instance] = {}  # by name, what this process started
         self._to_route: Instance | None = None  # started here, not yet behind Envoy
         self._silences = {WATCHDOG: _Silence(SILENT_S, HUNG_ASKS), "champion": _Silence(HUNG_S, HUNG_ASKS)}
         self._proven: Instance | None = None  # champion that was ready once: before that, silence is loading
@@ -116,6 +120,8 @@ class Supervisor:
                     keep()
                 except (UserError, RouterError, OSError) as error:
                     _say(f"{keep.__name__.removeprefix('_keep_')}: {error}")
+                except Exception:  # a defect in one of them must not end the others
+                    _say(f"{keep.__name__.removeprefix('_keep_')}: {traceback.format_exc()}")
         self._stop_all()
 
     def _keep_envoy(self) -> None:
@@ -173,20 +179,14 @@ class Supervisor:
     def _start_champion(self, deployed: Deployed) -> None:
         old = deployed.instance
         name = old.name if old is not None else f"champion-{deployed.release_id}"
-        _say(f"starting {name}")
-        new = start_instance(self.cell, name, "champion", deployed.command, free_port())
 
-        def take_over(record: Record) -> None:
+        def take_over(record: Record, new: Instance) -> None:
             champion = record.champion
             if champion is None or champion.release_id != deployed.release_id or champion.instance != old:
                 raise _OvertakenError
             champion.instance = new
 
-        try:
-            self.store.update(take_over, over_lease=True)
-            self._to_route = new
-        except _OvertakenError:
-            stop_process(self.cell, name)
+        self._to_route = self._start(name, deployed, take_over) or self._to_route
 
     def _keep_previous(self) -> None:
         """A rollback to a warm instance takes less than a second, to one that must start a minute.
@@ -206,21 +206,40 @@ class Supervisor:
             return
         self._pauses["previous"].note_start()
         name = old.name if old is not None else f"previous-{previous.release_id}"
-        _say(f"starting {name}")
-        new = start_instance(self.cell, name, "champion", previous.command, free_port())
 
-        def keep(record: Record) -> None:
-            if record.previous is None or (record.previous.release_id, record.previous.instance) != (
-                previous.release_id,
-                old,
-            ):
+        def keep(record: Record, new: Instance) -> None:
+            found = record.previous
+            if record.lease_live() or found is None or (found.release_id, found.instance) != (previous.release_id, old):
                 raise _OvertakenError
-            record.previous.instance = new
+            found.instance = new
 
+        self._start(name, previous, keep)
+
+    def _start(self, name: str, deployed: Deployed, enter: Callable[[Record, Instance], None]) -> Instance | None:
+        """Start an instance, or adopt the one of that name that runs, and enter it in the record.
+
+        None if the record does not want it any more. If it cannot be written now, the instance stays: it may be
+        the only one that can serve, and the next look adopts it.
+        """
+        new = living_instance(self.cell, name)
+        if new is None:
+            _say(f"starting {name}")
+            new = start_instance(self.cell, name, "champion", deployed.command, free_port())
+            self._started[name] = new
+        else:
+            _say(f"{name} runs already (pid {new.pid}): adopting it")
         try:
-            self.store.update(keep)
-        except (_OvertakenError, UserError, LeaseLostError):
-            stop_process(self.cell, name)
+            self.store.update(lambda record: enter(record, new), over_lease=True)
+            return new
+        except _OvertakenError:
+            # By a rollback, which may itself have started this one or have taken it.
+            if self._started.get(name) == new and not self._is_named(new):
+                stop_process(self.cell, name)
+            return None
+
+    def _is_named(self, instance: Instance) -> bool:
+        record = self.store.load()
+        return any(d is not None and d.instance == instance for d in (record.champion, record.previous))
 
     def _route(self, record: Record, instance: Instance) -> None:
         """Put the champion behind Envoy once it is ready.
@@ -238,14 +257,14 @@ class Supervisor:
             _say(f"{instance.name} serves on port {instance.port}")
 
     def _stop_all(self) -> None:
-        names = [ENVOY, WATCHDOG]
+        names = [ENVOY, WATCHDOG, *self._started]
         try:
             record = self.store.load()
             kept = [d.instance for d in (record.champion, record.previous) if d is not None]
             names += [instance.name for instance in kept if instance is not None]
         except UserError as error:
             _say(str(error))
-        found = [process for name in names if (process := find_process(self.cell, name)) is not None]
+        found = [process for name in dict.fromkeys(names) if (process := find_process(self.cell, name)) is not None]
         stop_processes(self.cell, found)
         _say("stopped")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from data.paths import cell_dir
 from tasks.processes import free_port, list_processes, start_instance, wait_ready
-from tasks.record import Deployed, Instance, Record, RecordStore, Shares, State
+from tasks.record import LEASE_S, Deployed, Instance, Record, RecordStore, Shares, State
 from tasks.router import EnvoyRouter
 
 GPU, FAMILY = "cpu", "stub"
@@ -44,14 +44,14 @@ class StubCell:
         return self.store.update(change, over_lease=True)
 
     def expose(self, shares: Shares, state: State = "canary", lease_s: float = -1.0, mirror: float = 0.0) -> str:
-        """A release `r9` that holds traffic; its lease ends in `lease_s` seconds. Returns its token."""
+        """Release `r9` holds traffic; its lease ends in `lease_s` seconds, at most `LEASE_S`. Returns the token."""
         token = self.store.acquire("r9")
 
         def change(record: Record) -> None:
             record.release_id, record.candidate, record.identity = "r9", "stub-next", "identity-r9"
             record.shares, record.state, record.mirror = shares, state, mirror
             assert record.lease is not None
-            record.lease.expires_at = time.time() + lease_s
+            record.lease.expires_at = time.time() + min(lease_s, LEASE_S)
 
         generation = self.write(change).generation
         self.router.set_shares(shares.champion, shares.control, shares.candidate, generation)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -20,10 +21,10 @@ from attention.errors import UserError
 from data.paths import lake_dir, repo_dir
 from flows.rollback import rollback
 from tasks.files import locked
-from tasks.processes import free_port, is_alive, list_processes, start_ticks, stop_processes
-from tasks.record import LeaseLostError, Record, RecordStore, Shares
+from tasks.processes import free_port, is_alive, list_processes, start_instance, start_ticks, stop_processes
+from tasks.record import Instance, LeaseLostError, Record, RecordStore, Shares
 from tasks.router import EnvoyRouter, RouterError
-from tests.stub_cell import FAMILY, GPU, StubCell, deployed
+from tests.stub_cell import FAMILY, GPU, StubCell, deployed, stub_command
 
 CANARY = Shares(champion=60, control=20, candidate=20)
 BLOCKED = ("prefect", "mlflow", "torch", "great_expectations", "duckdb", "transformers")
@@ -160,6 +161,72 @@ def test_a_previous_that_is_merely_slow_to_answer_is_kept(cell: StubCell) -> Non
     threading.Timer(0.8, os.kill, (slow, signal.SIGCONT)).start()
     assert rollback(GPU, FAMILY, reason="a busy machine").serves == "r1"
     assert cell.pids()["champion-r1"] == slow and cell.served_by() == "r1"
+
+
+def test_a_previous_that_the_supervisor_starts_in_the_same_moment_is_taken(
+    cell: StubCell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_processes(cell.cell, [p for p in list_processes(cell.cell) if p.name == "champion-r1"], 2)
+    others: list[Instance] = []
+
+    def raced(*args: Any) -> Instance:
+        others.append(start_instance(*args))
+        return start_instance(*args)
+
+    monkeypatch.setattr("flows.rollback.start_instance", raced)
+    assert rollback(GPU, FAMILY, reason="both at once").serves == "r1"
+    assert cell.served_by() == "r1" and [other.pid for other in others] == [cell.pids()["champion-r1"]]
+
+
+def test_a_previous_that_still_loads_is_waited_for(cell: StubCell) -> None:
+    stop_processes(cell.cell, [p for p in list_processes(cell.cell) if p.name == "champion-r1"], 2)
+    slow = [*stub_command("r1", "champion-r1"), "--ready-after", "4"]
+    loading = start_instance(cell.cell, "champion-r1", "champion", slow, free_port())
+    assert rollback(GPU, FAMILY, reason="the supervisor is at it").serves == "r1"
+    assert cell.pids()["champion-r1"] == loading.pid and cell.served_by() == "r1"
+
+
+def test_a_start_that_is_stopped_from_outside_is_tried_again(cell: StubCell, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_processes(cell.cell, [p for p in list_processes(cell.cell) if p.name == "champion-r1"], 2)
+    started: list[Instance] = []
+
+    def stopped_at_first(*args: Any) -> Instance:
+        started.append(start_instance(*args))
+        if len(started) == 1:
+            stop_processes(cell.cell, [p for p in list_processes(cell.cell) if p.name == "champion-r1"], 2)
+        return started[-1]
+
+    monkeypatch.setattr("flows.rollback.start_instance", stopped_at_first)
+    assert rollback(GPU, FAMILY, reason="unlucky").serves == "r1"
+    assert len(started) == 2 and cell.served_by() == "r1"
+
+
+def test_a_rollback_that_down_overtakes_leaves_nothing_running(cell: StubCell, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_processes(cell.cell, [p for p in list_processes(cell.cell) if p.name == "champion-r1"], 2)
+
+    def stopped(*args: Any) -> Instance:
+        cell.router.stop()
+        return start_instance(*args)
+
+    monkeypatch.setattr("flows.rollback.start_instance", stopped)
+    assert not rollback(GPU, FAMILY, reason="night").confirmed
+    assert "champion-r1" not in cell.pids()
+
+
+def test_a_reason_in_another_encoding_does_not_stop_a_rollback(cell: StubCell) -> None:
+    command = [sys.executable, "-m", "flows", "rollback", "--gpu", GPU, "--family", FAMILY, "--reason", b"Gr\xf6\xdfe"]
+    done = subprocess.run(command, cwd=repo_dir(), capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    assert cell.served_by() == "r1" and cell.store.load().reason == "Gr\ufffd\ufffde"
+
+
+def test_broken_files_do_not_stop_a_rollback(cell: StubCell) -> None:
+    """The process file of the Envoy that serves, and its route file."""
+    (cell.cell / "processes" / "envoy.json").write_bytes(b"\xff\xfe")
+    routes = cell.cell / "rds.json"
+    routes.write_text(json.dumps(json.loads(routes.read_text()) | {"version_info": 5}))
+    assert rollback(GPU, FAMILY, reason="a bad disk").confirmed
+    assert cell.served_by() == "r1"
 
 
 def test_a_rollback_can_itself_be_rolled_back(cell: StubCell) -> None:

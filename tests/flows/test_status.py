@@ -14,7 +14,7 @@ from data.paths import cell_dir
 from flows.status import StatusReport, render, status
 from tasks.files import write_atomically
 from tasks.processes import ProcessFile, start_ticks
-from tasks.record import Approval, Instance, Lease, Record, RecordStore, Shares
+from tasks.record import LEASE_S, Approval, Instance, Lease, Record, RecordStore, Shares
 from tests.tasks.sample_record import attempt, deployed, running
 
 
@@ -52,7 +52,7 @@ def test_a_cell_shows_state_champion_previous_shares_lease_and_who_lives() -> No
     record.candidate_instance = Instance(name="candidate-1", port=9002, pid=os.getpid(), started=1, log="y.log")
     record.shares = Shares(champion=60, control=20, candidate=20)
     now = time.time()
-    record.lease = Lease(holder="r2", pid=os.getpid(), token="t", acquired_at=now, expires_at=now + 60)
+    record.lease = Lease(holder="r2", pid=os.getpid(), token="t", acquired_at=now, expires_at=now + LEASE_S)
     record.approval = Approval(release_id="r2", stage="canary", by="reviewer", time=now)
     put(record)
     [cell] = status().cells
@@ -75,6 +75,17 @@ def test_processes_that_only_a_file_tells_of_are_shown() -> None:
     write_atomically(cell_dir("cpu", "smollm2") / "processes" / "envoy.json", envoy.model_dump_json())
     [process] = status().cells[0].processes
     assert (process.name, process.alive) == ("envoy", False)
+
+
+def test_what_no_clock_can_show_and_a_process_file_that_is_none_are_shown_all_the_same() -> None:
+    record = running("smollm2", "r2", "flash", "rolled_back")
+    record.attempts = [attempt("r2", "flash", "rolled_back").model_copy(update={"time": 1e300})]
+    put(record)
+    broken = cell_dir("cpu", "smollm2") / "processes" / "envoy.json"
+    broken.parent.mkdir()
+    broken.write_bytes(b"\xff\xfe")
+    text = printed(status(), width=400)
+    assert "1e+300?" in text and f"not a process file  {broken}" in text
 
 
 def test_the_last_five_attempts_are_shown_and_the_others_counted() -> None:

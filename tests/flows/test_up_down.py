@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,8 @@ from attention.errors import UserError
 from data.paths import repo_dir
 from flows.down import down
 from flows.up import up
-from tasks.processes import ProcessError, free_port, is_alive, start_ticks
-from tasks.record import Attempt, Instance, LeaseLostError, Record, Shares
+from tasks.processes import ProcessError, free_port, is_alive, living_instance, start_ticks, stop_processes
+from tasks.record import Attempt, Instance, LeaseLostError, Record, RecordStore, Shares
 from tasks.supervisor import HUNG_S, Supervisor, _Silence
 from tests.stub_cell import FAMILY, GPU, StubCell, deployed, wait_until
 
@@ -164,6 +165,73 @@ def test_up_starts_previous_too_so_that_a_rollback_need_not_wait(cell: StubCell)
     os.kill(warm.instance.pid, signal.SIGKILL)
     wait_until(lambda: cell.pids().get("previous-r1") not in (None, warm.instance.pid), 10)
     assert "previous-r1" in {process.name for process in down(GPU, FAMILY)}
+
+
+def test_a_champion_that_could_not_be_entered_in_the_record_is_adopted_at_the_next_look(
+    cell: StubCell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell.write(lambda record: record.__dict__.update(champion=deployed("r1")))
+    supervisor = supervisor_of(cell)
+
+    def locked_out(*_: object, **__: object) -> Record:
+        raise TimeoutError("record.lock has been locked for 5 s")
+
+    with monkeypatch.context() as patch, pytest.raises(TimeoutError):
+        patch.setattr(supervisor.store, "update", locked_out)
+        supervisor._keep_champion()
+    first = cell.pids()["champion-r1"]
+    supervisor_of(cell)._keep_champion()  # of another supervisor, even
+    champion = cell.store.load().champion
+    assert champion is not None and champion.instance is not None
+    assert champion.instance.pid == first == cell.pids()["champion-r1"]
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_what_is_started_as_previous_stays_only_if_the_rollback_in_the_same_moment_took_it(
+    cell: StubCell, monkeypatch: pytest.MonkeyPatch, taken: bool
+) -> None:
+    champion = cell.start("r2", "champion")
+    cell.write(lambda record: record.__dict__.update(champion=deployed("r2", champion), previous=deployed("r1")))
+    supervisor, update = supervisor_of(cell), RecordStore.update
+    monkeypatch.setattr(supervisor.router, "told_endpoint", lambda role: champion.port)
+
+    def overtaken(store: RecordStore, *args: Any, **kwargs: Any) -> Record:
+        monkeypatch.setattr(RecordStore, "update", update)
+        found = living_instance(cell.cell, "previous-r1") if taken else None
+        serves = {"champion": deployed("r1", found), "previous": deployed("r2", champion)}
+        cell.write(lambda record: record.__dict__.update(serves))
+        return update(store, *args, **kwargs)
+
+    monkeypatch.setattr(RecordStore, "update", overtaken)
+    supervisor._keep_previous()
+    assert ("previous-r1" in cell.pids()) == taken
+
+
+def test_down_stops_what_no_process_file_tells_of(cell: StubCell, capsys: pytest.CaptureFixture[str]) -> None:
+    up(GPU, FAMILY, champion=deployed("r1"))
+    before = cell.pids()
+    assert set(before) == {"supervisor", "envoy", "watchdog", "champion-r1"}
+    for name in ("supervisor", "envoy"):
+        (cell.cell / "processes" / f"{name}.json").write_bytes(b"\xff\xfe")
+    (cell.cell / "processes" / "champion-r1.json").unlink()
+    assert serves(cell) and up(GPU, FAMILY).supervisor_pid == before["supervisor"]
+    assert {process.name for process in down(GPU, FAMILY)} == set(before)
+    assert not any(start_ticks(pid) for pid in before.values())
+    assert list((cell.cell / "processes").iterdir()) == []
+
+
+def test_down_stops_what_a_release_was_starting_meanwhile(cell: StubCell, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = cell.start("r2", "candidate")
+    late: list[Instance] = []
+
+    def racing(*args: Any) -> None:
+        stop_processes(*args)
+        if not late:
+            late.append(cell.start("r2", "control"))
+
+    monkeypatch.setattr("flows.down.stop_processes", racing)
+    assert [process.pid for process in down(GPU, FAMILY)] == [first.pid]
+    assert late and cell.pids() == {}
 
 
 def test_what_a_rollback_took_out_is_not_started_again(cell: StubCell) -> None:

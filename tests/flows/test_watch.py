@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.paths import lake_dir, repo_dir
-from flows.watch import watch
+from flows.watch import _Watchdog, watch
 from tasks.files import locked
 from tasks.processes import free_port
 from tasks.record import LEASE_S, LeaseLostError, Record, Shares
@@ -74,7 +75,7 @@ def events() -> list[str]:
     return [row["kind"] for path in files for row in pq.read_table(path, partitioning=None).to_pylist()]
 
 
-def test_a_release_that_is_killed_loses_its_traffic_within_the_lease_and_two_seconds(cell: StubCell) -> None:
+def test_a_release_that_is_killed_loses_its_traffic_within_two_seconds(cell: StubCell) -> None:
     release = (
         "import time\n"
         "from tests.stub_cell import StubCell\n"
@@ -97,9 +98,8 @@ def test_a_release_that_is_killed_loses_its_traffic_within_the_lease_and_two_sec
         time.sleep(1.2)  # a renewal, which the watchdog respects
         assert not is_safe(cell)
         os.kill(holder.pid, signal.SIGKILL)
-        waited = wait_until(lambda: is_safe(cell), LEASE_S + 2)
+        waited = wait_until(lambda: is_safe(cell), 2)
         print(f"100/0/0 after {waited:.2f} s")
-        assert waited > LEASE_S - 1.5
         wait_until(lambda: cell.store.load().state == "baselined")
         record = cell.store.load()
         assert (record.shares, record.mirror, record.lease) == (Shares(), 0.0, None)
@@ -189,6 +189,30 @@ def test_a_release_that_was_stopped_for_long_moves_nothing_after_it_is_continued
 
 
 def test_traffic_that_no_record_knows_of_is_taken_back(cell: StubCell, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell.router.set_shares(60, 20, 20, cell.store.load().generation)
+    with watching(monkeypatch):
+        wait_until(lambda: is_safe(cell))
+
+
+def test_a_route_file_of_another_shape_does_not_end_the_watchdog(
+    cell: StubCell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell.router.set_shares(60, 20, 20, cell.store.load().generation)
+    content = json.loads((cell.cell / "rds.json").read_text())
+    (cell.cell / "rds.json").write_text(json.dumps(content | {"version_info": 5}))
+    with watching(monkeypatch):
+        wait_until(lambda: is_safe(cell))
+
+
+def test_a_defect_in_one_look_does_not_end_the_watchdog(cell: StubCell, monkeypatch: pytest.MonkeyPatch) -> None:
+    look, looks = _Watchdog.look, iter([True])
+
+    def breaks_once(watchdog: _Watchdog) -> None:
+        if next(looks, False):
+            raise AttributeError("a defect")
+        look(watchdog)
+
+    monkeypatch.setattr(_Watchdog, "look", breaks_once)
     cell.router.set_shares(60, 20, 20, cell.store.load().generation)
     with watching(monkeypatch):
         wait_until(lambda: is_safe(cell))

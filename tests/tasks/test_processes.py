@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from tasks.processes import (
     is_alive,
     list_processes,
     require_free_port,
+    running_processes,
     start_instance,
     start_process,
     start_ticks,
@@ -123,6 +126,48 @@ def test_a_broken_process_file_is_no_process(tmp_path: Path) -> None:
     (tmp_path / "processes").mkdir()
     (tmp_path / "processes" / "one.json").write_text("{")
     assert find_process(tmp_path, "one") is None and list_processes(tmp_path) == []
+
+
+def test_a_broken_process_file_does_not_hide_the_process(tmp_path: Path) -> None:
+    process = start_process(tmp_path, "one", "candidate", [*SLEEP, "--port", "7"], None)
+    (tmp_path / "processes" / "one.json").write_bytes(b"\xff\xfe")
+    found = find_process(tmp_path, "one")
+    assert found is not None and (found.pid, found.started, found.port) == (process.pid, process.started, 7)
+    with pytest.raises(UserError, match="one already runs"):
+        start_process(tmp_path, "one", "candidate", SLEEP, None)
+    stop_process(tmp_path, "one")
+    assert not process.alive() and list((tmp_path / "processes").iterdir()) == []
+
+
+def test_a_process_whose_file_cannot_be_written_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tasks.processes.write_atomically", full)
+    with pytest.raises(OSError, match="No space left"):
+        start_process(tmp_path, "one", "candidate", SLEEP, None)
+    assert running_processes(tmp_path) == []
+
+
+def test_of_many_starts_of_a_name_in_the_same_moment_one_succeeds(tmp_path: Path) -> None:
+    together, said = threading.Barrier(4), []
+
+    def begin() -> None:
+        together.wait()
+        try:
+            said.append(start_process(tmp_path, "one", "candidate", SLEEP, None).pid)
+        except UserError as error:
+            said.append(str(error))
+
+    starts = [threading.Thread(target=begin) for _ in range(4)]
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join()
+    running = [process.pid for process in running_processes(tmp_path)]
+    stop_processes(tmp_path, running_processes(tmp_path))
+    [winner] = [line for line in said if isinstance(line, int)]
+    assert running == [winner]
 
 
 def test_a_port_in_use_is_refused_with_its_owner() -> None:

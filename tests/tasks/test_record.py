@@ -156,6 +156,25 @@ def test_the_lease_of_a_dead_holder_is_waited_out(store: RecordStore) -> None:
     assert 0.2 < time.monotonic() - started < 1.0
 
 
+def test_the_lease_of_a_dead_holder_is_void_whatever_the_clock_says(store: RecordStore) -> None:
+    store.acquire("dead")
+    assert store.load().lease_live()
+    content = json.loads(store.path.read_text())
+    content["lease"]["started"] -= 1  # the pid was given to another process
+    store.path.write_text(json.dumps(content))
+    assert not store.load().lease_live()
+
+
+def test_a_clock_set_back_does_not_prolong_the_lease_of_a_holder_that_hangs(store: RecordStore) -> None:
+    token = store.acquire("hangs")
+    content = json.loads(store.path.read_text())
+    content["lease"] |= {"acquired_at": time.time() + 3600, "expires_at": time.time() + 3600 + LEASE_S}
+    store.path.write_text(json.dumps(content))
+    assert not store.load().lease_live()
+    store.renew(token)  # it did not hang, and nobody minded
+    assert store.load().lease_live()
+
+
 def test_a_late_renewal_is_fine_as_long_as_nobody_minded(store: RecordStore) -> None:
     token = store.acquire("slow")
     let_lease_run_out(store)
