@@ -425,10 +425,10 @@ def _jobs(device: str) -> int:
 
 def _show(results: list[Any]) -> None:
     """A line a row under a header, then how many of each status."""
-    rows: list[tuple[str, ...]] = [("backend", "probe", "level", "required", "status", "reasons")]
+    rows: list[tuple[str, ...]] = [("backend", "probe", "phase", "level", "required", "status", "reasons")]
     for result in results:
         required, reasons = "yes" if result.required else "no", "; ".join(map(str, result.reasons))
-        rows.append((result.backend, result.probe, result.level, required, result.status, reasons))
+        rows.append((result.backend, result.probe, result.case.phase, result.level, required, result.status, reasons))
     print("\n".join(_aligned(rows)))
     counts = Counter(result.status for result in results)
     named = [f"{counts[status]} {status}" for status in ("pass", "fail", "unknown")]

@@ -179,8 +179,11 @@ def rollback(
     if as_json:
         print(json.dumps(asdict(done), indent=1))
     else:
-        how = f"confirmed by the router after {done.share_zero_s:.2f} s" if done.confirmed else "no router runs"
-        print(f"rolled back {done.release_id}: share 0, {how}; {done.serves} serves")
+        if done.confirmed:
+            how = f"share 0, confirmed by the router after {done.share_zero_s:.2f} s; {done.serves} serves"
+        else:
+            how = f"nothing runs, so nobody is served; `python -m flows up` serves {done.serves}"
+        print(f"rolled back {done.release_id}: {how}")
 
 
 @app.command()

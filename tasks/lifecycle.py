@@ -185,6 +185,14 @@ def refusal(record: Record, loaded: Loaded, *, retry: bool) -> Attempt | None:
     return None
 
 
+def _shown(file: Path) -> str:
+    """The path as one would type it here."""
+    try:
+        return str(file.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(file)
+
+
 def is_champion(record: Record, loaded: Loaded, cell: Cell) -> bool:
     """Whether the cell is served by this candidate with this model: other cells of it are other releases."""
     champion = record.champion
@@ -228,7 +236,7 @@ def settled_cell(record: Record, loaded: Loaded, cell: Cell, *, retry: bool) -> 
     if refused is not None:
         reason = (
             f"{loaded.candidate.name} was {refused.state.replace('_', ' ')} as {refused.release_id}"
-            f" ({refused.reason}) and has not changed since; `python -m flows release --retry` tries it again"
+            f" ({refused.reason}) and has not changed since; `python -m flows release {_shown(loaded.file)} --retry` tries it again"
         )
         return result(release_id=None, state=refused.state, reason=reason)
     return None

@@ -127,6 +127,17 @@ def _of_record(record: Record, release_id: str) -> Story:
             champion=others[0] if others else None,
             tags=tuple(record.tags),
         )
+    if attempt is not None and record.champion is not None and record.champion.release_id == release_id:
+        # Taken out once, and given all traffic again by a person.
+        return Story(
+            release_id=release_id,
+            candidate=attempt.candidate,
+            gpu=record.gpu,
+            family=record.family,
+            state="promoted",
+            reason=f"serves again, after it was {attempt.state.replace('_', ' ')}: {attempt.reason}",
+            champion=others[0] if others else None,
+        )
     if attempt is not None:
         return Story(
             release_id=release_id,

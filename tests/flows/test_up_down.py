@@ -159,11 +159,11 @@ def test_after_a_promotion_the_new_champion_is_the_one_that_is_kept(cell: StubCe
 def test_up_starts_previous_too_so_that_a_rollback_need_not_wait(cell: StubCell) -> None:
     cell.write(lambda record: record.__dict__.update(champion=deployed("r2"), previous=deployed("r1")))
     up(GPU, FAMILY)
-    wait_until(lambda: "previous-r1" in cell.pids(), 10)
-    warm = cell.store.load().previous
-    assert warm is not None and warm.instance is not None
-    os.kill(warm.instance.pid, signal.SIGKILL)
-    wait_until(lambda: cell.pids().get("previous-r1") not in (None, warm.instance.pid), 10)
+    wait_until(lambda: warm_pid(cell) is not None, 20)
+    pid = warm_pid(cell)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: cell.pids().get("previous-r1") not in (None, pid), 20)
     assert "previous-r1" in {process.name for process in down(GPU, FAMILY)}
 
 
@@ -232,6 +232,12 @@ def test_down_stops_what_a_release_was_starting_meanwhile(cell: StubCell, monkey
     monkeypatch.setattr("flows.down.stop_processes", racing)
     assert [process.pid for process in down(GPU, FAMILY)] == [first.pid]
     assert late and cell.pids() == {}
+
+
+def warm_pid(cell: StubCell) -> int | None:
+    """Of previous, once the record names its instance."""
+    previous = cell.store.load().previous
+    return previous.instance.pid if previous is not None and previous.instance is not None else None
 
 
 def test_what_a_rollback_took_out_is_not_started_again(cell: StubCell) -> None:
