@@ -236,7 +236,8 @@ def settled_cell(record: Record, loaded: Loaded, cell: Cell, *, retry: bool) -> 
     if refused is not None:
         reason = (
             f"{loaded.candidate.name} was {refused.state.replace('_', ' ')} as {refused.release_id}"
-            f" ({refused.reason}) and has not changed since; `python -m flows release {_shown(loaded.file)} --retry` tries it again"
+            f" ({refused.reason}) and has not changed since;"
+            f" `python -m flows release {_shown(loaded.file)} --retry` tries it again"
         )
         return result(release_id=None, state=refused.state, reason=reason)
     return None

@@ -194,8 +194,8 @@ def test_probe_says_what_failed_and_what_its_exit_code_means(
     monkeypatch.setattr("attention.startup.probe", lambda *args, **kwargs: SOUND)
     assert main(["probe", *flags(setup)]) == 0
     header, *lines = capsys.readouterr().out.splitlines()
-    assert header.split() == ["backend", "probe", "level", "required", "status", "reasons"]
-    assert lines[0].split() == ["torch_sdpa:flash", "single_decode", "static", "yes", "pass"]
+    assert header.split() == ["backend", "probe", "phase", "level", "required", "status", "reasons"]
+    assert lines[0].split() == ["torch_sdpa:flash", "single_decode", "decode", "static", "yes", "pass"]
     assert lines[2].index("NUMERIC_DRIFT") == header.index("reasons")
     assert lines[-3:] == [
         "5 rows: 2 pass, 2 fail, 1 unknown",
