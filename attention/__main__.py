@@ -111,7 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     probe.add_argument("--jobs", type=int, help="workers at a time; default 2, on a GPU 4")
     probe.add_argument("--timeout-s", type=float, default=120.0, help="seconds that one probe may take")
     probe.add_argument("--budget-s", type=float, help="seconds for all of --cells; what is left is unknown (exit 3)")
-    probe.add_argument("--compiled", type=Path, help="--cells: what attention.warm wrote; what is missing there is last")
+    probe.add_argument(
+        "--compiled", type=Path, help="--cells: what attention.warm wrote; what is missing there is last"
+    )
     probe.add_argument("--resume", action="store_true", help="--cells: keep the rows of --out, probe what they lack")
     probe.add_argument(
         "--try-declared-failures", action="store_true", help="run also what declared rules refuse (for matrix --drift)"

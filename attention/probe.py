@@ -512,7 +512,9 @@ def _in_worker(
     """
     left = list(task.probes)
     while left and not _is_over(deadline):
-        ended, begun, why = _worker_run(task.model_copy(update={"probes": tuple(left)}), timeout_s, deadline, turn, hear)
+        ended, begun, why = _worker_run(
+            task.model_copy(update={"probes": tuple(left)}), timeout_s, deadline, turn, hear
+        )
         # A probe is told apart by its case too: a model with two kinds of layers has each twice.
         lost = [p for p in left if (p.name, p.case) not in ended]
         if why == _STOPPED:
