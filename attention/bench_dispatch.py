@@ -4,7 +4,8 @@
     python -m attention.bench_dispatch --backends torch_sdpa:flash,flash_attn:fa2 --out rows.json --budget-s 45
 
 The second takes one decode of each backend, in a worker process, and as many pairs as its share of the time allows
-(2,000 at least, if they fit; `calls` says how many); a backend that crashes is a row with its error, and the file is written anew after each.
+(2,000 at least, if they fit; `calls` says how many). A backend that crashes is a row with its error, and the file is
+written anew after each.
 
 Both calls do the same work on the same tensors, without the LSE, which serving does not use; what `run` takes longer
 on the host is the price of governance.

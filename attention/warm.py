@@ -144,7 +144,8 @@ def compile_all(
     """
     rows: list[Compiled] = []
     lock = Lock()
-    lanes = {name: _lanes(name, list(kinds)) for name, kinds in wanted.items()}
+    cheap_first = sorted(wanted, key=lambda name: list(COMPILING).index(name) if name in COMPILING else -1)
+    lanes = {name: _lanes(name, list(wanted[name])) for name in cheap_first}
     running: dict[Future[None], tuple[str, int]] = {}
 
     def one(backend: str, kinds: Sequence[str], cores: int) -> None:
