@@ -5,6 +5,11 @@ Nothing here imports Prefect, MLflow, Great Expectations or DuckDB; only the mod
 `attention.serve` (extra `serve`) import transformers, FastAPI and prometheus-client.
 """
 
+import time
+
 from attention.errors import UserError
 
-__all__ = ["UserError"]
+#: When this process began, by `time.monotonic`: a budget counts what importing torch takes.
+STARTED = time.monotonic()
+
+__all__ = ["STARTED", "UserError"]

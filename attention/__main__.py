@@ -7,7 +7,7 @@
     python -m attention serve --help
 
 Exit: 0 done; 1 a required probe failed (`probe --help`), or `resolve` found no backend; 2 bad input or set-up;
-130 Ctrl-C.
+3 the time of `probe --cells --budget-s` was spent before all was probed; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from attention import STARTED
 from attention.errors import UserError, piped
 from attention.job import (
     BenchJob,
@@ -108,7 +110,11 @@ def _parser() -> argparse.ArgumentParser:
     probe.add_argument("--cells", type=Path, help="cases and checks (YAML or JSON) in place of the model's")
     probe.add_argument("--jobs", type=int, help="workers at a time; default 2, on a GPU 4")
     probe.add_argument("--timeout-s", type=float, default=120.0, help="seconds that one probe may take")
-    probe.add_argument("--budget-s", type=float, help="seconds for all of --cells; what is left is unknown")
+    probe.add_argument("--budget-s", type=float, help="seconds for all of --cells; what is left is unknown (exit 3)")
+    probe.add_argument(
+        "--compiled", type=Path, help="--cells: what attention.warm wrote; what is missing there is last"
+    )
+    probe.add_argument("--resume", action="store_true", help="--cells: keep the rows of --out, probe what they lack")
     probe.add_argument(
         "--try-declared-failures", action="store_true", help="run also what declared rules refuse (for matrix --drift)"
     )
@@ -384,12 +390,13 @@ def _verdict(failed: list[tuple[str, str]]) -> str:
 def _probe_cells(args: argparse.Namespace) -> int:
     """Probe a file of cells: rows, and no decision."""
     from attention.cells import load_cells
-    from attention.drift import write_rows
-    from attention.probe import probe_all
+    from attention.drift import RowsLog
+    from attention.probe import probe_all, was_not_reached
+    from attention.warm import pending
 
-    if args.out is not None and args.out.suffix not in (".json", ".parquet"):
-        raise UserError(f"--out {args.out}: write probe rows to a .json or .parquet file")
     _check_device(args.device)
+    earlier = _reached(args.out) if args.resume and args.out else []
+    log = RowsLog(args.out, earlier) if args.out else None
     results = probe_all(
         _backends(args.backends or "all"),
         load_cells(args.cells),
@@ -398,17 +405,31 @@ def _probe_cells(args: argparse.Namespace) -> int:
         jobs=args.jobs or _jobs(args.device),
         try_declared=args.try_declared_failures,
         by_head_dim=True,
-        budget_s=args.budget_s,
+        budget_s=None if args.budget_s is None else args.budget_s - (time.monotonic() - STARTED),
+        known={(row.backend, row.probe, row.case) for row in earlier},
+        is_pending=pending(args.compiled),
+        heard=log.add if log else lambda rows: None,
         progress=_progress("probes"),
     )
-    if args.out:
-        write_rows(args.out, results)
+    if log:
+        log.close()
     if args.json:
         print(json.dumps({"results": [r.model_dump(mode="json") for r in results]}, indent=1))
     elif not args.out:
         _show(results)
-        print("exit 0: a file of cells requires nothing")
-    return 0
+        print("a file of cells requires nothing")
+    return 3 if any(map(was_not_reached, results)) else 0
+
+
+def _reached(out: Path) -> list[Any]:
+    """Rows of an earlier run but those of probes that it did not reach."""
+    from attention.drift import finish_log, read_rows
+    from attention.probe import was_not_reached
+
+    finish_log(out)
+    rows = read_rows(out) if out.is_file() else []
+    lacking = {(row.backend, row.probe, row.case) for row in rows if was_not_reached(row)}
+    return [row for row in rows if (row.backend, row.probe, row.case) not in lacking]
 
 
 def _backends(text: str) -> tuple[str, ...]:

@@ -1,6 +1,11 @@
 """Host overhead of the dispatcher's last step: a planned `run` against the call that a user would write.
 
     python -m attention bench dispatch --backend torch_sdpa:flash --device cuda [--calls 20000] [--json]
+    python -m attention.bench_dispatch --backends torch_sdpa:flash,flash_attn:fa2 --out rows.json --budget-s 45
+
+The second takes one decode of each backend, in a worker process, and as many pairs as its share of the time allows
+(2,000 at least, if they fit; `calls` says how many). A backend that crashes is a row with its error, and the file is
+written anew after each.
 
 Both calls do the same work on the same tensors, without the LSE, which serving does not use; what `run` takes longer
 on the host is the price of governance.
@@ -16,21 +21,26 @@ A backend module takes part by a function `library_call(planned, q, k, v) -> Cal
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
+import json
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from attention import confirm
+from attention import STARTED, confirm
 from attention.backends import create
 from attention.backends.base import Backend, Planned
 from attention.cases import AttentionCase
 from attention.errors import UserError
+from attention.isolate import NOT_RUN, Outcome, in_workers, short, worker
 from attention.replay.problems import Problem, make
 
 #: Calls between two syncs: well below the about 1,000 launches that a stream's queue holds.
@@ -39,7 +49,10 @@ SYNC_EVERY = 16
 DEFAULT_CALLS = {"cuda": 20_000, "cpu": 2_000}
 #: Tokens a page, where a backend does not take 16.
 PAGE_SIZES = {"flash_attn:fa2": 256}
+#: Pairs where the time is short: the median of fewer moves with the host's interruptions.
+LEAST_CALLS = 2_000
 _WARM_UP = 20
+_COMMAND = (sys.executable, "-m", "attention.bench_dispatch", "--worker")
 
 
 @dataclass(frozen=True)
@@ -71,8 +84,14 @@ def library_call_of(planned: Planned, problem: Problem) -> Callable[[], Any]:
     return call
 
 
-def measure(backend: str, case: AttentionCase, *, device: str, calls: int | None = None) -> Overhead:
-    """Host overhead of one backend on one case. UserError when the backend cannot run it or has no plain call."""
+def measure(
+    backend: str, case: AttentionCase, *, device: str, calls: int | None = None, time_s: float | None = None
+) -> Overhead:
+    """Host overhead of one backend on one case. UserError when the backend cannot run it or has no plain call.
+
+    With `time_s` as many pairs as fit into what is left of it after preparation, `calls` at most.
+    """
+    started = time.monotonic()
     found = create(backend, device)
     if reasons := found.check(case):
         raise UserError(f"{backend} cannot run {case.case_id}: {'; '.join(map(str, reasons))}")
@@ -86,7 +105,10 @@ def measure(backend: str, case: AttentionCase, *, device: str, calls: int | None
     is_cuda = device.startswith("cuda")
     num_calls = calls or DEFAULT_CALLS["cuda" if is_cuda else "cpu"]
     with torch.inference_mode():
-        run_ns, library_ns = pairs(run, library, num_calls, torch.cuda.synchronize if is_cuda else lambda: None)
+        sync = torch.cuda.synchronize if is_cuda else lambda: None
+        if time_s is not None:
+            num_calls = fitting(run, library, num_calls, sync, time_s - (time.monotonic() - started))
+        run_ns, library_ns = pairs(run, library, num_calls, sync)
         run_nodes, library_nodes, graph_backend = _nodes(found, problem, planned) if is_cuda else (None, None, None)
     return Overhead(
         backend=backend,
@@ -133,6 +155,19 @@ def pairs(
     return taken
 
 
+def fitting(
+    run: Callable[[], Any], library: Callable[[], Any], most: int, sync: Callable[[], None], time_s: float
+) -> int:
+    """How many pairs fit into half of the time, by a few of them; the graphs take some of the rest.
+
+    LEAST_CALLS at least, where they fit at all; else what does.
+    """
+    started = time.perf_counter()
+    pairs(run, library, _WARM_UP, sync)
+    pair_s = (time.perf_counter() - started) / (2 * _WARM_UP)
+    return min(most, max(int(time_s / 2 / pair_s), min(LEAST_CALLS, int(0.9 * time_s / pair_s)), _WARM_UP))
+
+
 def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     """The call in a CUDA graph whose nodes can be read; warmed up first on a side stream, as capture demands."""
     stream = torch.cuda.Stream()
@@ -158,6 +193,46 @@ def cases(batches: tuple[str, ...], dtype: str, page_size: int = 16) -> list[Att
     ]
 
 
+def decode(backend: str, dtype: str) -> AttentionCase:
+    """The case of a backend in `measure_all`: a decode of 8 members; of one for SDPA, which has no call for more."""
+    batch = "q1s512" if backend.startswith("torch_sdpa") else "8q1s512"
+    (case,) = cases((batch,), dtype, PAGE_SIZES.get(backend, 16))
+    return case.model_copy(update={"phase": "decode"})
+
+
+def measure_all(
+    backends: Sequence[str],
+    *,
+    device: str,
+    dtype: str,
+    calls: int | None,
+    deadline: float | None,
+    heard: Callable[[Outcome], None],
+    command: Sequence[str] = _COMMAND,
+) -> None:
+    """One backend after the other, each with as much of the time that is left as those after it."""
+    for i, name in enumerate(backends):
+        left_s = None if deadline is None else (deadline - time.monotonic()) / (len(backends) - i)
+        until = None if left_s is None else time.monotonic() + left_s
+        task = {"device": device, "dtype": dtype, "calls": calls, "until": until}
+        # Silence of its share is its end: what it does not use goes to the next.
+        in_workers(command, task, [name], timeout_s=300.0, deadline=until, heard=heard)
+
+
+def _worker() -> None:
+    with worker() as (task, channel):
+        for name in task["names"]:
+            channel.at(name)
+            # Clocks of one machine: `until` is of the parent's `time.monotonic`. A second is for the way back.
+            time_s = None if task["until"] is None else task["until"] - time.monotonic() - 1.0
+            try:
+                case = decode(name, task["dtype"])
+                row = measure(name, case, device=task["device"], calls=task["calls"], time_s=time_s)
+                channel.done(name, **document([row])[0])
+            except Exception as error:
+                channel.done(name, error=short(error))
+
+
 def table(rows: list[Overhead]) -> list[str]:
     """For a person: one line a backend and case, medians in microseconds."""
     lines = [f"{'backend':22} {'case':44} {'run us':>9} {'library us':>11} {'overhead us':>12}  graph nodes"]
@@ -171,3 +246,49 @@ def table(rows: list[Overhead]) -> list[str]:
 def document(rows: list[Overhead]) -> list[dict[str, Any]]:
     """As JSON for machines."""
     return [{**asdict(row), "nodes_equal": row.nodes_equal} for row in rows]
+
+
+def main() -> int:
+    """0 done; 1 a backend has an error or graphs of unequal size; 3 the time was spent before all."""
+    from attention.model_config import resolve_dtype
+
+    if "--worker" in sys.argv[1:]:
+        _worker()
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", required=True, help="comma-separated")
+    parser.add_argument("--out", type=Path, required=True, help="a .json file of rows")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--calls", type=int, help="pairs of calls at most (20000 on a GPU, 2000 on the CPU)")
+    parser.add_argument("--budget-s", type=float, help="seconds for all")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of --out, measure the other backends")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    if options.resume and options.out.is_file():
+        rows = [row for row in json.loads(options.out.read_text()) if row.get("error") != NOT_RUN]
+
+    def heard(one: Outcome) -> None:
+        said = {"backend": one.name, **one.said} if one.error is None else {"backend": one.name, "error": one.error}
+        rows.append(said)
+        fresh = options.out.with_suffix(".new")
+        fresh.write_text(json.dumps(rows, indent=1) + "\n")
+        fresh.replace(options.out)
+        print(json.dumps(said), flush=True)
+
+    there = {row["backend"] for row in rows}
+    measure_all(
+        [name for name in options.backends.split(",") if name not in there],
+        device=options.device,
+        dtype=resolve_dtype("auto", options.device),
+        calls=options.calls,
+        deadline=None if options.budget_s is None else STARTED + options.budget_s,
+        heard=heard,
+    )
+    errors = [row["error"] for row in rows if row.get("error")]
+    if NOT_RUN in errors:
+        return 3
+    return 1 if errors or any(row.get("nodes_equal") is False for row in rows) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

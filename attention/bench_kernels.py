@@ -11,6 +11,9 @@ Each is first checked against the fp64 oracle, in worker processes side by side,
 crashes or is wrong is a row with its error. The sound ones then take turns in one process, in alternating order, each
 call with a cold L2 and queued behind a sleep of the GPU, so that no figure holds host time. Figures are medians; the
 quartiles stand beside them.
+
+FIRST are checked and timed before the rest, so that a short run has them; the file is written anew with every row.
+Exit 3: the time was spent before all.
 """
 
 from __future__ import annotations
@@ -23,15 +26,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from threading import Lock
 
+from attention import STARTED
 from attention.bench_contenders import READS, Shape, shapes, wired
 from attention.errors import UserError
-from attention.isolate import Outcome, in_workers
+from attention.isolate import NOT_RUN, Outcome, in_workers
 
 #: Beside `triton:paged`, where they are installed.
 OTHERS = ("flash_attn:fa2", "flash_attn:fa4", "flashinfer:fa2", "torch_sdpa:cudnn")
 #: What a figure is divided by: of several the fastest.
 BASELINES = {"decode": READS, "prefill": ("flash_attn:fa2",)}
+#: Measured before the others: what the project serves with.
+FIRST = ("decode-page16", "prefill-page16")
+# Of the time that is left, what the checks of a round may take: the sound ones shall still be timed.
+_CHECKS = 0.55
 _COMMAND = (sys.executable, "-m", "attention.bench_contenders")
 
 
@@ -66,31 +75,67 @@ def bench(
     jobs: int = 4,
     timeout_s: float = 120.0,
     deadline: float | None = None,
+    heard: Callable[[list[Row]], None] = lambda rows: None,
 ) -> list[Row]:
     """A row for every contender of every shape, best first, those with an error last.
 
-    `jobs` workers check side by side; one worker times, shape after shape.
+    `jobs` workers check side by side; one worker times, shape after shape; the shapes in FIRST before the others.
+    `heard` gets all rows that there are, whenever there is another.
     """
     task = {"device": device, "small": small, "what": "check"}
     of = {wired(shape, name): (shape, name) for shape, names in work for name in names}
+    rows: dict[str, Row] = {}
+    lock = Lock()
 
-    def check(some: Sequence[str]) -> list[Outcome]:
-        return in_workers(_COMMAND, task, some, timeout_s=timeout_s, deadline=deadline)
+    def ordered() -> list[Row]:
+        found: list[Row] = []
+        for shape, names in work:
+            mine = _with_ratios([rows[key] for name in names if (key := wired(shape, name)) in rows], shape)
+            found += sorted(mine, key=lambda row: -(row.figure or 0))
+        return found
 
-    keys = list(of)
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
-        # Dealt like cards: neighbours, which cost alike, come apart.
-        dealt = [keys[i::jobs] for i in range(min(jobs, len(keys)))]
-        checked = {one.name: one for found in pool.map(check, dealt) for one in found}
-    sound = [key for key in keys if checked[key].error is None]
-    timing = {**task, "what": "time", "blocks": blocks}
-    timed = {one.name: one for one in in_workers(_COMMAND, timing, sound, timeout_s=timeout_s, deadline=deadline)}
-    rows = {key: _row(*of[key], checked[key], timed.get(key)) for key in keys}
-    found: list[Row] = []
-    for shape, names in work:
-        mine = _with_ratios([rows[wired(shape, name)] for name in names], shape)
-        found += sorted(mine, key=lambda row: -(row.figure or 0))
-    return found
+    def note(checked: Outcome, timed: Outcome | None = None) -> None:
+        with lock:
+            rows[checked.name] = _row(*of[checked.name], checked, timed)
+            heard(ordered())
+
+    def failed(one: Outcome) -> None:
+        if one.error is not None:
+            note(one)
+
+    def measure(keys: list[str]) -> None:
+        until = None if deadline is None else time.monotonic() + _CHECKS * (deadline - time.monotonic())
+        # One worker goes through the shapes of a contender: it is imported once.
+        parts: dict[str, list[str]] = {}
+        for key in keys:
+            parts.setdefault(of[key][1], []).append(key)
+        some = list(parts.values())
+        lanes = [[key for part in some[i::jobs] for key in part] for i in range(min(jobs, len(some)))]
+
+        def check(lane: list[str]) -> list[Outcome]:
+            return in_workers(_COMMAND, task, lane, timeout_s=timeout_s, deadline=until, heard=failed)
+
+        with ThreadPoolExecutor(max_workers=jobs) as pool:
+            checked = {one.name: one for found in pool.map(check, lanes) for one in found}
+        sound = [key for key in keys if checked[key].error is None]
+        for key in set(keys) - set(sound):
+            note(checked[key])
+        timing = {**task, "what": "time", "blocks": blocks}
+        for one in in_workers(
+            _COMMAND,
+            timing,
+            sound,
+            timeout_s=timeout_s,
+            deadline=deadline,
+            heard=lambda one: note(checked[one.name], one),
+        ):
+            note(checked[one.name], one)
+
+    first = [key for key, (shape, _) in of.items() if shape.name in FIRST]
+    for keys in (first, [key for key in of if key not in first]):
+        if keys:
+            measure(keys)
+    return ordered()
 
 
 def _row(shape: Shape, name: str, checked: Outcome, timed: Outcome | None) -> Row:
@@ -130,15 +175,26 @@ def write(rows: list[Row], path: Path) -> None:
     """Rows as Parquet (`.parquet`) or JSON (`.json`). UserError for another ending."""
     documents = [asdict(row) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".new")
     if path.suffix == ".json":
-        path.write_text(json.dumps({"rows": documents}, indent=1) + "\n")
+        fresh.write_text(json.dumps({"rows": documents}, indent=1) + "\n")
     elif path.suffix == ".parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        pq.write_table(pa.Table.from_pylist(documents), path)
+        pq.write_table(pa.Table.from_pylist(documents), fresh)
     else:
         raise UserError(f"--out {path}: write rows to a .json or .parquet file")
+    fresh.replace(path)
+
+
+def read(path: Path) -> list[Row]:
+    """The rows that `write` wrote."""
+    if path.suffix == ".json":
+        return [Row(**row) for row in json.loads(path.read_text())["rows"]]
+    import pyarrow.parquet as pq
+
+    return [Row(**row) for row in pq.read_table(path).to_pylist()]
 
 
 def line(row: Row) -> str:
@@ -160,24 +216,34 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     found.add_argument("--jobs", type=int, default=4, help="workers that check and compile at a time")
     found.add_argument("--timeout-s", type=float, default=120.0, help="seconds that one contender may take")
     found.add_argument("--budget-s", type=float, help="seconds for everything; what is left has an error")
+    found.add_argument("--resume", action="store_true", help="keep the shapes that --out has whole, measure the others")
     return found
 
 
 def run(options: argparse.Namespace, names_of: Callable[[Shape], list[str]]) -> int:
-    """Measure what the flags ask for; 1 when our kernel has an error somewhere."""
-    write([], options.out)  # a wrong ending shows before the work
+    """Measure what the flags ask for; 1 when our kernel has an error somewhere, 3 when the time was spent."""
+    earlier = read(options.out) if options.resume and options.out.is_file() else []
+    lacking = {row.shape for row in earlier if row.error == NOT_RUN}
     wanted = [shape for shape in shapes(options.small).values() if options.only in shape.name]
+    work = [(shape, names_of(shape)) for shape in wanted]
+    there = {(row.shape, row.contender) for row in earlier}
+    whole = {s.name for s, names in work if s.name not in lacking and all((s.name, name) in there for name in names)}
+    kept = [row for row in earlier if row.shape in whole]
+    write(kept, options.out)  # a wrong ending shows before the work
     rows = bench(
-        [(shape, names_of(shape)) for shape in wanted],
+        [one for one in work if one[0].name not in whole],
         device=options.device,
         small=options.small,
         blocks=options.blocks,
         jobs=options.jobs,
         timeout_s=options.timeout_s,
-        deadline=None if options.budget_s is None else time.monotonic() + options.budget_s,
+        deadline=None if options.budget_s is None else STARTED + options.budget_s,
+        heard=lambda found: write([*kept, *found], options.out),
     )
-    write(rows, options.out)
+    write([*kept, *rows], options.out)
     print("\n".join(map(line, rows)), flush=True)
+    if any(row.error == NOT_RUN for row in rows):
+        return 3
     return 1 if any(row.error for row in rows if row.contender == "triton:paged") else 0
 
 

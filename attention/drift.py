@@ -101,9 +101,48 @@ def write_rows(path: Path, results: list[ProbeResult]) -> None:
         raise UserError(f"{path}: write probe rows to a .json or .parquet file")
 
 
+class RowsLog:
+    """Rows of a file as they come: JSON lines beside it, which become the file at the end.
+
+    A process that is killed leaves the lines; `finish_log` makes the file of them.
+    """
+
+    def __init__(self, path: Path, earlier: Iterable[ProbeResult] = ()) -> None:
+        if path.suffix not in (".json", ".parquet"):
+            raise UserError(f"--out {path}: write probe rows to a .json or .parquet file")
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(".new")
+        fresh.write_text("".join(f"{row.model_dump_json()}\n" for row in earlier))
+        self._lines = fresh.open("a")
+        fresh.replace(path.with_suffix(".jsonl"))
+        path.unlink(missing_ok=True)
+
+    def add(self, rows: Iterable[ProbeResult]) -> None:
+        self._lines.write("".join(f"{row.model_dump_json()}\n" for row in rows))
+        self._lines.flush()
+
+    def close(self) -> None:
+        self._lines.close()
+        finish_log(self._path)
+
+
+def finish_log(path: Path) -> None:
+    """Make the file of rows from its JSON lines, where a process has left some."""
+    lines = path.with_suffix(".jsonl")
+    if lines.is_file():
+        rows = read_rows(lines)
+        if rows:
+            write_rows(path, rows)
+        lines.unlink()
+
+
 def read_rows(path: Path) -> list[ProbeResult]:
-    """Rows that `write_rows`, or `probe --json`, wrote. UserError names the file and the problem."""
+    """Rows that `write_rows`, `RowsLog` or `probe --json` wrote. UserError names the file and the problem."""
     try:
+        if path.suffix == ".jsonl":
+            whole, _, _ = path.read_text().rpartition("\n")  # a line without an end was being written
+            return [ProbeResult.model_validate_json(line) for line in whole.splitlines()]
         if path.suffix == ".parquet":
             import pyarrow.parquet as pq
 

@@ -4,8 +4,10 @@
     python -m attention.evidence --table data/evidence/h200        # the backends as a markdown table
 
 Every step is a process group of its own with a share of the time that is left; what a step does not use goes to
-those after it. A step that fails, crashes or takes too long is recorded and the next one runs. `steps.json` is
-written anew after each, so that it is true whenever the run is ended. The folder stays under a megabyte.
+those after it. A step writes what it has as it goes, so that one that is killed loses the item that it was at. One
+that fails, crashes or takes too long is recorded and the next one runs. `steps.json` is written anew after each.
+`--resume` goes on in a folder: it skips what is done, and has the other steps keep what they have (`partial`: the
+time was spent before all of it). The folder has at most 8 files and stays under a megabyte.
 """
 
 from __future__ import annotations
@@ -13,18 +15,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from attention.errors import UserError
+from attention.lifetime import end_session
 
 CELLS = Path("attention/cells/hopper.yaml")
 POLICY = Path("data/policies/document.yaml")
@@ -39,14 +41,16 @@ MODEL = {
     "num_key_value_heads": 8,
     "head_dim": 128,
 }
-_MARGIN_S = 10.0  # a step is told to end this much before it is ended
+_MARGIN_S = 6.0  # a step is told to end this much before it is ended
+_SPENT = 3  # the exit code of a step whose time was spent before all was done
 
-Status = Literal["done", "failed", "timeout", "not run"]
+Status = Literal["done", "partial", "failed", "timeout", "not run"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command: its arguments for a number of seconds, its share of the time, and the file of its stdout."""
+    """One command: its arguments for a number of seconds, its share of the time, and where the JSON that it writes
+    to stdout goes: `FILE#KEY`."""
 
     name: str
     argv: Callable[[float], list[str]]
@@ -67,115 +71,139 @@ class Outcome:
     tail: str
 
 
-def steps(out: Path, *, device: str, cells: Path, backends: str, calls: int | None, small: bool) -> list[Step]:
+def steps(
+    out: Path, *, device: str, cells: Path, backends: str, calls: int | None, small: bool, resume: bool = False
+) -> list[Step]:
     """The steps in their order; they write into `out`."""
     python = [sys.executable, "-m"]
     jobs = str(max(1, (os.cpu_count() or 2) - 2))
     identity = ["--model", str(out / "model"), "--policy", str(POLICY), "--device", device, "--json"]
+    fingerprint = [*python, "attention", "fingerprint", *identity]
+    compiled = str(out / "compiled.json")
 
-    def always(*argv: str) -> Callable[[float], list[str]]:
-        return lambda limit_s: [*python, *argv]
+    def within(module: str, *argv: str) -> Callable[[float], list[str]]:
+        command = [*python, module, *argv, "--device", device, *(["--resume"] if resume else [])]
+        return lambda limit_s: [*command, "--budget-s", f"{max(1.0, limit_s - _MARGIN_S):.0f}"]
 
-    def within(*argv: str) -> Callable[[float], list[str]]:
-        return lambda limit_s: [*python, *argv, "--budget-s", f"{max(1.0, limit_s - _MARGIN_S):.0f}"]
-
-    probe = ["attention", "probe", "--backends", backends, "--device", device, "--cells", str(cells)]
-    compiled = ["attention.warm", "--cells", str(cells), "--device", device, "--jobs", jobs]
-    kernels = ["attention.bench_kernels", "--device", device, "--jobs", "6", *(["--small"] if small else [])]
-    dispatch = ["attention", "bench", "dispatch", "--device", device, "--json"]
+    cells_of = ["--cells", str(cells), "--jobs", jobs]
+    probe = ["probe", *cells_of, "--backends", backends, "--compiled", compiled, "--timeout-s", "120"]
+    kernels = ["--jobs", "8", *(["--small"] if small else []), "--out", str(out / "kernels.json")]
+    dispatch = ["--backends", ",".join(DISPATCHED), "--out", str(out / "dispatch.json")]
     dispatch += [] if calls is None else ["--calls", str(calls)]
     return [
-        Step("fingerprint_before", always("attention", "fingerprint", *identity), 5, "fingerprint_before.json"),
-        Step("compile", within(*compiled, "--out", str(out / "compiled.json")), 32),
-        Step("probes", within(*probe, "--jobs", jobs, "--timeout-s", "120", "--out", str(out / "probes.parquet")), 32),
-        *(
-            Step(f"dispatch {name}", always(*dispatch, "--backend", name), 5, f"dispatch_{name.replace(':', '_')}.json")
-            for name in DISPATCHED
-        ),
-        Step("kernels", within(*kernels, "--out", str(out / "kernels.parquet")), 20),
-        Step("fingerprint_after", always("attention", "fingerprint", *identity), 5, "fingerprint_after.json"),
+        Step("fingerprint_before", lambda limit_s: fingerprint, 5, "fingerprint.json#before"),
+        Step("compile", within("attention.warm", *cells_of, "--out", compiled), 25),
+        Step("probes", within("attention", *probe, "--out", str(out / "probes.parquet")), 30),
+        Step("dispatch", within("attention.bench_dispatch", *dispatch), 12),
+        Step("kernels", within("attention.bench_kernels", *kernels), 23),
+        Step("fingerprint_after", lambda limit_s: fingerprint, 5, "fingerprint.json#after"),
     ]
 
 
-def run_all(wanted: list[Step], out: Path, budget_s: float) -> list[Outcome]:
-    """Run the steps one after the other, whatever comes of each."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "model").mkdir(exist_ok=True)
-    (out / "model" / "config.json").write_text(json.dumps(MODEL, indent=1) + "\n")
+def run_all(wanted: list[Step], out: Path, budget_s: float, *, resume: bool = False) -> list[Outcome]:
+    """Run the steps one after the other, whatever comes of each; with `resume` those that are not done."""
     deadline = time.monotonic() + budget_s
-    found: list[Outcome] = []
-    for i, step in enumerate(wanted):
+    (out / "model").mkdir(parents=True, exist_ok=True)
+    (out / "model" / "config.json").write_text(json.dumps(MODEL, indent=1) + "\n")
+    found = {one.name: one for one in (_outcomes(out) if resume else ())}
+    left = [step for step in wanted if not _is_done(step.name, found, out)]
+    for i, step in enumerate(left):
         left_s = deadline - time.monotonic()
-        limit_s = left_s * step.share / sum(one.share for one in wanted[i:])
-        found.append(run_step(step, out, limit_s))
-        write_steps(found, out)
-        one = found[-1]
-        print(f"{one.name:28} {one.status:8} {one.seconds:6.1f} of {one.limit_s:5.0f} s  {one.tail[-100:]}", flush=True)
+        limit_s = left_s * step.share / sum(one.share for one in left[i:])
+        one = found[step.name] = run_step(step, out, limit_s)
+        write_steps(list(found.values()), out)
+        print(f"{one.name:20} {one.status:8} {one.seconds:6.1f} of {one.limit_s:5.0f} s  {one.tail[-100:]}", flush=True)
+    if not left:
+        write_steps(list(found.values()), out)
     squeeze(out)
-    return found
+    return list(found.values())
+
+
+def _outcomes(out: Path) -> list[Outcome]:
+    path = out / "steps.json"
+    return [Outcome(**one) for one in json.loads(path.read_text())] if path.is_file() else []
+
+
+def _is_done(name: str, found: dict[str, Outcome], out: Path) -> bool:
+    """Whether a step needs no other run. What was compiled on another machine is to be compiled on this one."""
+    if name not in found or found[name].status != "done":
+        return False
+    if name != "compile":
+        return True
+    from attention.warm import earlier_rows
+
+    return bool(earlier_rows(out / "compiled.json"))
 
 
 def run_step(step: Step, out: Path, limit_s: float) -> Outcome:
-    """One step in a process group of its own, ended as a whole after `limit_s`."""
+    """One step in a session of its own, ended as a whole after `limit_s`."""
     argv = step.argv(limit_s)
     shown = " ".join(["python", *argv[1:]])
     if limit_s < 1:
         return Outcome(step.name, "not run", 0.0, round(limit_s, 1), None, shown, "the time was spent before it")
     started = time.monotonic()
-    log = out / "log.txt"
-    with log.open("w+") as errors:
-        target: Any = subprocess.DEVNULL if step.stdout is None else (out / step.stdout).open("w")
+    # Compilers that a probe or a bench starts share the cores with the other workers.
+    environment = {"MAX_JOBS": "2", **os.environ}
+    with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=errors if step.stdout is None else said,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
+        )
         try:
-            process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=errors if step.stdout is None else target,
-                stderr=errors,
-                start_new_session=True,
-            )
-            try:
-                process.wait(timeout=limit_s)
-                status: Status = "done" if process.returncode == 0 else "failed"
-            except subprocess.TimeoutExpired:
-                status = "timeout"
-            finally:
-                _end_group(process)
+            process.wait(timeout=limit_s)
+            ends: dict[int, Status] = {0: "done", _SPENT: "partial"}
+            status: Status = ends.get(process.returncode, "failed")
+        except subprocess.TimeoutExpired:
+            status = "timeout"
         finally:
-            if step.stdout is not None:
-                target.close()
-        errors.seek(0)
+            end_session(process)
+        for file in (errors, said):
+            file.seek(0)
         tail = " | ".join(line.strip() for line in errors.read().splitlines()[-4:])[-600:]
-    log.unlink()
-    if step.stdout is not None and not (out / step.stdout).stat().st_size:
-        (out / step.stdout).unlink()  # it said nothing
+        if step.stdout is not None and not _keep(said.read(), out, step.stdout) and status == "done":
+            status, tail = "failed", f"{tail} | no JSON on stdout"
     seconds = time.monotonic() - started
     return Outcome(step.name, status, round(seconds, 1), round(limit_s, 1), process.returncode, shown, tail)
 
 
-def _end_group(process: subprocess.Popen[Any]) -> None:
-    """End the step and whatever it started: workers of a killed step would hold the GPU."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _keep(said: str, out: Path, place: str) -> bool:
+    """Put what a step said under its key of its file; whether it said anything whole."""
+    name, _, key = place.partition("#")
+    try:
+        value = json.loads(said)
+    except ValueError:
+        return False
+    there = json.loads((out / name).read_text()) if (out / name).is_file() else {}
+    _write(out / name, {**there, key: value})
+    return True
 
 
 def write_steps(found: list[Outcome], out: Path) -> None:
-    text = json.dumps([asdict(one) for one in found], indent=1) + "\n"
-    fresh = out / "steps.json.new"
-    fresh.write_text(text)
-    fresh.replace(out / "steps.json")
+    _write(out / "steps.json", [asdict(one) for one in found])
+
+
+def _write(path: Path, document: Any) -> None:
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(document, indent=1) + "\n")
+    fresh.replace(path)
 
 
 def squeeze(out: Path) -> None:
-    """Parquet files anew with zstd: the rows repeat cases and reasons."""
+    """The probes as one Parquet file with zstd, also those of a step that was killed: rows repeat cases and reasons."""
     import pyarrow.parquet as pq
 
-    for path in sorted(out.glob("*.parquet")):
-        try:
-            pq.write_table(pq.read_table(path), path, compression="zstd", compression_level=15)
-        except Exception as error:  # half a file of a step that was ended is evidence of nothing
-            print(f"{path}: unreadable ({error}); removed", file=sys.stderr)
-            path.unlink()
+    from attention.drift import finish_log
+
+    path = out / "probes.parquet"
+    finish_log(path)
+    if path.is_file():
+        pq.write_table(pq.read_table(path), path, compression="zstd", compression_level=15)
+    for unfinished in out.glob("*.new"):
+        unfinished.unlink()
 
 
 # What the folder says.
@@ -213,12 +241,11 @@ def backend_table(folder: Path) -> str:
 def _footer(folder: Path) -> str:
     """Which machine, whether its fingerprint stayed the same, and what of the run is missing."""
     ids, gpu = [], "unknown machine"
-    for when in ("before", "after"):
-        path = folder / f"fingerprint_{when}.json"
-        if path.is_file():
-            found = json.loads(path.read_text())
-            ids.append(found["id"])
-            gpu = f"{found['identity']['gpu']}, torch {found['identity']['torch']}"
+    path = folder / "fingerprint.json"
+    prints = json.loads(path.read_text()) if path.is_file() else {}
+    for found in (prints[when] for when in ("before", "after") if when in prints):
+        ids.append(found["id"])
+        gpu = f"{found['identity']['gpu']}, torch {found['identity']['torch']}"
     same = "unknown" if len(ids) < 2 else "the same" if ids[0] == ids[1] else f"then {ids[1]}"
     outcomes = json.loads((folder / "steps.json").read_text())
     missing = [f"{one['name']} ({one['status']})" for one in outcomes if one["status"] != "done"]
@@ -230,9 +257,9 @@ def _probes(folder: Path) -> dict[str, tuple[Counter[str], Counter[str]]]:
     """Backend -> outcomes of its cells, and of its checks."""
     from attention.drift import read_rows
 
-    path = folder / "probes.parquet"
+    paths = [folder / f"probes.{ending}" for ending in ("parquet", "jsonl")]  # lines: of a run that was killed
     outcomes: dict[tuple[str, str, str], str] = {}
-    for row in read_rows(path) if path.is_file() else ():
+    for row in (row for path in paths if path.is_file() for row in read_rows(path)):
         if row.level == "construct" and row.status == "pass":
             continue
         status: str = "refused" if row.level == "static" and row.status != "pass" else row.status
@@ -246,11 +273,9 @@ def _probes(folder: Path) -> dict[str, tuple[Counter[str], Counter[str]]]:
 
 def _kernels(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Contender -> phase -> its row with the best figure: the shapes differ in pages only."""
-    import pyarrow.parquet as pq
-
-    path = folder / "kernels.parquet"
+    path = folder / "kernels.json"
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in pq.read_table(path).to_pylist() if path.is_file() else ():
+    for row in json.loads(path.read_text())["rows"] if path.is_file() else ():
         if row.get("figure") is None:
             continue
         phases = found.setdefault(row["contender"], {})
@@ -261,10 +286,10 @@ def _kernels(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _overheads(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    path = folder / "dispatch.json"
     found: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(folder.glob("dispatch_*.json")):
-        text = path.read_text()
-        for row in json.loads(text) if text.strip() else ():
+    for row in json.loads(path.read_text()) if path.is_file() else ():
+        if row.get("error") is None:
             found.setdefault(row["backend"], []).append(row)
     return found
 
@@ -301,9 +326,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cells", type=Path, default=CELLS)
     parser.add_argument("--backends", default="all", help="to probe, comma-separated")
-    parser.add_argument("--calls", type=int, help="pairs of calls for the host overhead")
+    parser.add_argument("--calls", type=int, help="pairs of calls for the host overhead, at most")
     parser.add_argument("--small", action="store_true", help="kernels on shapes that Triton's interpreter can do")
     parser.add_argument("--only", default="", help="steps whose name begins with one of these, comma-separated")
+    parser.add_argument("--resume", action="store_true", help="skip what is done in the folder, complete the rest")
     options = parser.parse_args(argv)
     try:
         if options.table is not None:
@@ -320,10 +346,11 @@ def main(argv: list[str] | None = None) -> int:
                 backends=options.backends,
                 calls=options.calls,
                 small=options.small,
+                resume=options.resume,
             )
             if step.name.startswith(tuple(options.only.split(",")))
         ]
-        found = run_all(chosen, options.out, options.budget_s)
+        found = run_all(chosen, options.out, options.budget_s, resume=options.resume)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -4,6 +4,9 @@ The parent starts the command, writes one JSON object to its stdin (the task and
 JSON lines: `{"at": NAME}` before a name is touched, `{"done": NAME, ...}` with what came of it. A worker that dies,
 or that says nothing for `timeout_s`, is blamed on the name that it was at; a new one goes on with the names that
 have no outcome yet. A worker may therefore touch a name several times before it says that it is done.
+
+A worker leads a process group, which is killed with it: a compiler that it started would hold its stdout, and so
+whoever waits for the end of that.
 """
 
 from __future__ import annotations
@@ -14,15 +17,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import IO, Any
 
-from attention.lifetime import die_with_parent
+from attention.lifetime import die_with_parent, end_group
 
 NOT_RUN = "not run: the time was spent before it"
+_EXIT_S = 20.0  # a process that has closed its stdout may hang in its exit handlers
 
 
 @dataclass(frozen=True)
@@ -41,60 +45,103 @@ def in_workers(
     *,
     timeout_s: float,
     deadline: float | None = None,
+    heard: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """An outcome for every name, in their order. `deadline` is a time of `time.monotonic`."""
+    """An outcome for every name, in their order; `heard` gets each at once. `deadline` is of `time.monotonic`."""
     found: dict[str, Outcome] = {}
+
+    def note(one: Outcome) -> None:
+        found[one.name] = one
+        heard(one)
+
     while left := [name for name in names if name not in found]:
         if deadline is not None and time.monotonic() >= deadline:
-            found |= {name: Outcome(name, error=NOT_RUN) for name in left}
+            for name in left:
+                note(Outcome(name, error=NOT_RUN))
             break
-        done, at, why = _one_worker(command, {**task, "names": left}, timeout_s, deadline)
-        found |= done
+        at, why = _one_worker(command, {**task, "names": left}, timeout_s, deadline, note)
+        missing = [name for name in left if name not in found]
         if why is None:
-            found |= {n: Outcome(n, error="the worker ended without a word on it") for n in left if n not in found}
-        elif at is not None and at not in found:
-            found[at] = Outcome(at, error=why)
-        elif not done:  # it died before it began: so would the next
-            found |= {name: Outcome(name, error=why) for name in left}
+            for name in missing:
+                note(Outcome(name, error="the worker ended without a word on it"))
+        elif at in missing:
+            note(Outcome(str(at), error=why))
+        elif len(missing) == len(left):  # it died before it began: so would the next
+            for name in missing:
+                note(Outcome(name, error=why))
     return [found[name] for name in names]
 
 
 def _one_worker(
-    command: Sequence[str], task: dict[str, Any], timeout_s: float, deadline: float | None
-) -> tuple[dict[str, Outcome], str | None, str | None]:
-    """Outcomes of one worker, the name that it was at last, and why it ended early (None: it did not)."""
-    done: dict[str, Outcome] = {}
+    command: Sequence[str],
+    task: dict[str, Any],
+    timeout_s: float,
+    deadline: float | None,
+    note: Callable[[Outcome], None],
+) -> tuple[str | None, str | None]:
+    """The name that one worker was at last, and why it ended early (None: it did not)."""
     at: str | None = None
-    lines: queue.Queue[str | None] = queue.Queue()
-    with tempfile.TemporaryFile("w+") as errors:
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
-        ) as worker:
-            Thread(target=_read, args=(worker.stdout, lines), daemon=True).start()
-            with suppress(BrokenPipeError):  # a worker that died already is told by its exit status
-                assert worker.stdin is not None
-                worker.stdin.write(json.dumps(task))
-                worker.stdin.close()
-            while True:
-                wait_s = timeout_s if deadline is None else max(0.1, min(timeout_s, deadline - time.monotonic()))
-                try:
-                    line = lines.get(timeout=wait_s)
-                except queue.Empty:
-                    worker.kill()
-                    spent = deadline is not None and time.monotonic() >= deadline
-                    return done, at, NOT_RUN if spent else f"no answer within {timeout_s:g} s"
-                if line is None:
-                    break
-                said = _message(line)
-                at = said.get("at", at)
-                if name := said.pop("done", None):
-                    done[name] = Outcome(name, said, said.pop("error", None))
-        if worker.returncode == 0:
-            return done, at, None
-        errors.seek(0)
-        tail = (errors.read().strip().splitlines() or ["no message"])[-1][:300]
-    code = worker.returncode
-    return done, at, f"the worker died ({f'signal {-code}' if code < 0 else f'exit {code}'}): {tail}"
+    with Child(command, json.dumps(task)) as child:
+        while True:
+            wait_s = timeout_s if deadline is None else min(timeout_s, deadline - time.monotonic())
+            try:
+                line = child.line(wait_s)
+            except TimeoutError:
+                spent = deadline is not None and time.monotonic() >= deadline
+                return at, NOT_RUN if spent else f"no answer within {timeout_s:g} s"
+            if line is None:
+                how = child.death()
+                return at, None if how is None else f"the worker died {how}"
+            said = _message(line)
+            at = said.get("at", at)
+            if name := said.pop("done", None):
+                note(Outcome(name, said, said.pop("error", None)))
+
+
+class Child:
+    """A process that got its text on stdin, and the lines that it writes. At the end its whole group is killed."""
+
+    def __init__(self, command: Sequence[str], text: str) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        with tempfile.TemporaryFile("w+") as stdin:  # no pipe: a write to one waits for whoever does not read
+            stdin.write(text)
+            stdin.seek(0)
+            self._process = subprocess.Popen(
+                command, stdin=stdin, stdout=subprocess.PIPE, stderr=self._errors, text=True, process_group=0
+            )
+        assert self._process.stdout is not None
+        Thread(target=_read, args=(self._process.stdout, self._lines), daemon=True).start()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        end_group(self._process)
+        self._errors.close()
+
+    def line(self, timeout_s: float) -> str | None:
+        """The next line; None after the last. TimeoutError when none comes in time."""
+        try:
+            return self._lines.get(timeout=max(0.01, timeout_s))
+        except queue.Empty as error:
+            raise TimeoutError from error
+
+    def exit_code(self) -> int:
+        """Of a process that has said its last line: one that does not end then is killed."""
+        try:
+            return self._process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            return 0
+
+    def death(self) -> str | None:
+        """How it ended, with its last words; None: well."""
+        code = self.exit_code()
+        if code == 0:
+            return None
+        self._errors.seek(0)
+        tail = (self._errors.read().strip().splitlines() or ["no message"])[-1][:300]
+        return f"({f'signal {-code}' if code < 0 else f'exit {code}'}): {tail}"
 
 
 def _message(line: str) -> dict[str, Any]:
@@ -106,9 +153,10 @@ def _message(line: str) -> dict[str, Any]:
     return {}
 
 
-def _read(stream: IO[str] | None, lines: queue.Queue[str | None]) -> None:
-    for line in stream or ():
-        lines.put(line)
+def _read(stream: IO[str], lines: queue.Queue[str | None]) -> None:
+    with stream:
+        for line in stream:
+            lines.put(line)
     lines.put(None)
 
 

@@ -2,6 +2,7 @@
 
     python -m attention probe --model PATH --policy PATH [--json]
     python -m attention probe --backends a,b --device cuda --cells attention/cells/hopper.yaml --out FILE.parquet
+        [--budget-s 120] [--compiled FILE] [--resume]
 
 The document's nine probes, each on three levels kept apart: `static` (declared rules), `construct`
 (import, plan) and `execute` (launch, numbers against the oracle, confirmation). Start-up adds the cheap checks of
@@ -16,17 +17,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import queue
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from threading import Thread
-from typing import IO, Any, Literal
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -37,6 +36,7 @@ from attention.backends.base import AttentionSpec
 from attention.cases import AttentionCase, Execution, Phase
 from attention.checks import CHECKS, Measured, NotApplicable, fails, run_check
 from attention.checks.common import judge, raised
+from attention.isolate import Child
 from attention.lifetime import die_with_parent
 from attention.matrix import declared_reasons, is_known_bad
 from attention.reasons import Code, Reason
@@ -356,6 +356,15 @@ class WorkerTask(BaseModel):
     try_declared: bool = False
 
 
+#: Backend, name and case of a probe.
+Key = tuple[str, str, AttentionCase]
+
+# Seconds that a unit of probes keeps its worker at least while others wait: most of a turn is the import.
+_SHORTEST_TURN_S = 20.0
+# A probe that is under way at the end of a turn may take this much longer, in turns.
+_GRACE = 0.5
+
+
 def probe_all(
     backends: tuple[str, ...],
     probes: list[Probe],
@@ -367,74 +376,159 @@ def probe_all(
     try_declared: bool = False,
     by_head_dim: bool = False,
     budget_s: float | None = None,
+    known: Collection[Key] = frozenset(),
+    is_pending: Callable[[str, AttentionCase], bool] = lambda backend, case: False,
+    heard: Callable[[list[ProbeResult]], None] = lambda rows: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[ProbeResult]:
-    """All probes of all backends, each backend in worker processes; rows for whatever a worker lost.
+    """All probes of all backends but the `known` ones, in worker processes; rows for whatever a worker lost.
 
-    A backend that no declared rule allows here gets its static rows without a process. A probe that gives no row
-    for `timeout_s` is lost. `jobs` workers run at a time: a worker's cost is mostly its import, and the machine may
-    serve others. `by_head_dim` gives each head dim of a backend its own worker, so that kernels compile side by
-    side. What is left after `budget_s` is `unknown`.
+    What a declared rule refuses gets its static row without a process. A probe that gives no row for `timeout_s` is
+    lost. `jobs` workers run at a time: a worker's cost is mostly its import, and the machine may serve others.
+    `by_head_dim` gives each head dim of a backend its own worker, so that kernels compile side by side. `heard` gets
+    the rows of a probe at its end.
+
+    With `budget_s` the backends take turns, so that a slow one cannot starve the rest; those whose kernels would
+    compile first (`is_pending`) come last in each round. At its end all workers are killed; the rest is `unknown`.
     """
     deadline = None if budget_s is None else time.monotonic() + budget_s
-    units = [(backend, group) for backend in backends for group in _groups(probes, by_head_dim)]
-    finished = 0
+    found: list[ProbeResult] = []
+    wanted = [(b, p) for b in backends for p in probes if (b, p.name, p.case) not in known]
+    total, left = len(wanted), set(wanted)
 
-    def one(unit: tuple[str, list[Probe]]) -> list[ProbeResult]:
-        nonlocal finished
-        backend, group = unit
-        if not try_declared and all(declared_reasons(backend, p.case, device=device) for p in group):
-            found = [next(run_probe(backend, probe, device)) for probe in group]
+    lock = Lock()
+
+    def hear(rows: list[ProbeResult]) -> None:
+        with lock:
+            found.extend(rows)
+            heard(rows)
+
+    allowed = []
+    for backend, probe in wanted:
+        if try_declared or not declared_reasons(backend, probe.case, device=device):
+            allowed.append((backend, probe))
         else:
-            task = WorkerTask(
-                backend=backend,
-                device=device,
-                scale_factor=scale_factor,
-                probes=tuple(group),
-                try_declared=try_declared,
-            )
-            found = _in_worker(task, timeout_s, deadline)
-        finished += 1
-        progress(finished, len(units))
-        return found
+            hear([next(run_probe(backend, probe, device))])
+            left.remove((backend, probe))
+    progress(total - len(left), total)
+    queue = _units(allowed, by_head_dim, is_pending)
+    turn_s = None if budget_s is None else max(_SHORTEST_TURN_S, budget_s * jobs / max(1, len(queue)))
+    running: dict[Future[list[Probe]], _Unit] = {}
+    spent = dict.fromkeys(backends, 0.0)  # seconds
+
+    def one(unit: _Unit) -> list[Probe]:
+        task = WorkerTask(
+            backend=unit.backend,
+            device=device,
+            scale_factor=scale_factor,
+            probes=unit.probes,
+            try_declared=try_declared,
+        )
+        started = time.monotonic()
+        turn = None if turn_s is None else Turn(started + turn_s, turn_s * _GRACE, lambda: bool(queue))
+        try:
+            return _in_worker(task, timeout_s, deadline, turn, hear)
+        finally:
+            spent[unit.backend] += time.monotonic() - started
 
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        return [result for results in pool.map(one, units) for result in results]
+        while (queue and not _is_over(deadline)) or running:
+            while queue and len(running) < jobs and not _is_over(deadline):
+                at_work = Counter(unit.backend for unit in running.values())
+                unit = min(queue, key=lambda u: (u.round, u.pending, at_work[u.backend], spent[u.backend]))
+                queue.remove(unit)
+                running[pool.submit(one, unit)] = unit
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                unit = running.pop(future)
+                rest = future.result()
+                left -= {(unit.backend, p) for p in set(unit.probes) - set(rest)}
+                if rest:
+                    queue.append(replace(unit, probes=tuple(rest), round=unit.round + 1))
+                progress(total - len(left), total)
+    for backend, probe in allowed:
+        if (backend, probe) in left:
+            declared = [] if try_declared else [_row(backend, probe, "static", "pass")]
+            hear([*declared, _unprobed(backend, probe)])
+    order = {(b, p.name, p.case): i for i, (b, p) in enumerate(wanted)}
+    return sorted(found, key=lambda row: order[row.backend, row.probe, row.case])
 
 
-def _groups(probes: list[Probe], by_head_dim: bool) -> list[list[Probe]]:
-    if not by_head_dim:
-        return [probes]
-    groups: dict[int, list[Probe]] = {}
-    for probe in probes:
-        groups.setdefault(probe.case.head_dim_qk, []).append(probe)
-    return list(groups.values())
+def _is_over(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() >= deadline
 
 
-def _in_worker(task: WorkerTask, timeout_s: float, deadline: float | None = None) -> list[ProbeResult]:
-    """Run a task in fresh workers until every probe has an outcome; a probe that kills one is a row."""
-    results: list[ProbeResult] = []
+@dataclass(frozen=True)
+class _Unit:
+    """Probes of one backend that one worker runs; `pending`: their kernels would compile first."""
+
+    backend: str
+    probes: tuple[Probe, ...]
+    pending: bool
+    round: int = 0
+
+
+def _units(
+    wanted: list[tuple[str, Probe]], by_head_dim: bool, is_pending: Callable[[str, AttentionCase], bool]
+) -> list[_Unit]:
+    """By backend, and by head dim too; then the plain probes come first, and the head dims of a backend apart."""
+    groups: dict[tuple[str, bool, int | None], list[Probe]] = {}
+    for backend, probe in wanted:
+        head_dim = probe.case.head_dim_qk if by_head_dim else None
+        groups.setdefault((backend, by_head_dim and is_pending(backend, probe.case), head_dim), []).append(probe)
+    units = []
+    for (backend, pending, _), probes in groups.items():
+        ordered = sorted(probes, key=lambda p: p.check is not None) if by_head_dim else probes
+        units.append(_Unit(backend, tuple(ordered), pending))
+    return units
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Until when a unit keeps its worker, if others wait then."""
+
+    end: float
+    grace_s: float
+    others_wait: Callable[[], bool]
+
+    def is_over(self, between_probes: bool) -> bool:
+        return time.monotonic() >= self.end + (0.0 if between_probes else self.grace_s) and self.others_wait()
+
+
+_FRESH = (Code.LAUNCH_FAILED, "the device is lost; a fresh worker goes on")
+_STOPPED = (Code.NOT_PROBED, "its turn, or the time for all, was over")
+_TICK_S = 0.2
+
+
+def _in_worker(
+    task: WorkerTask,
+    timeout_s: float,
+    deadline: float | None,
+    turn: Turn | None,
+    hear: Callable[[list[ProbeResult]], None],
+) -> list[Probe]:
+    """Run a task in fresh workers until every probe has an outcome, or its turn is over: the probes without one.
+
+    A probe that kills a worker is a row.
+    """
     left = list(task.probes)
-    while left:
-        if deadline is not None and time.monotonic() >= deadline:
-            return results + [_unprobed(task.backend, probe) for probe in left]
-        done, why = _worker_run(task.model_copy(update={"probes": tuple(left)}), timeout_s, deadline)
-        results += done
+    while left and not _is_over(deadline):
+        ended, begun, why = _worker_run(
+            task.model_copy(update={"probes": tuple(left)}), timeout_s, deadline, turn, hear
+        )
         # A probe is told apart by its case too: a model with two kinds of layers has each twice.
-        ended = {(r.probe, r.case) for r in done if _ends(r, task.try_declared)}
         lost = [p for p in left if (p.name, p.case) not in ended]
+        if why == _STOPPED:
+            return lost
         if why == _FRESH:
             if len(lost) == len(left):
                 raise RuntimeError(f"probe worker of {task.backend} asked for a fresh one before any probe")
         elif why is not None and lost:
-            # At the end of the budget silence is not the probe's fault.
-            if why[0] != Code.TIMEOUT or deadline is None or time.monotonic() < deadline:
-                results.append(_lost(task.backend, lost[0], why))
-                lost = lost[1:]
+            hear([*begun, _lost(task.backend, lost[0], why)])
+            lost = lost[1:]
         elif lost:
             raise RuntimeError(f"probe worker of {task.backend} ended well without {lost[0].name}")
         left = lost
-    return results
+    return left
 
 
 def _ends(result: ProbeResult, try_declared: bool) -> bool:
@@ -444,65 +538,42 @@ def _ends(result: ProbeResult, try_declared: bool) -> bool:
     return result.level == "execute" or result.status == "fail"
 
 
-_FRESH = (Code.LAUNCH_FAILED, "the device is lost; a fresh worker goes on")
-
-
 def _worker_run(
-    task: WorkerTask, timeout_s: float, deadline: float | None
-) -> tuple[list[ProbeResult], tuple[Code, str] | None]:
-    """Rows of one worker, and why it ended early: _FRESH when it asks for a successor, None when it did not."""
-    results: list[ProbeResult] = []
-    lines: queue.Queue[str | None] = queue.Queue()
-    with tempfile.TemporaryFile("w+") as errors:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "attention.probe"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-        with worker:
-            Thread(target=_read, args=(worker.stdout, lines), daemon=True).start()
-            _tell(worker.stdin, task.model_dump_json())
-            why = None
-            while True:
-                wait_s = timeout_s if deadline is None else max(0.1, min(timeout_s, deadline - time.monotonic()))
-                try:
-                    line = lines.get(timeout=wait_s)
-                except queue.Empty:
-                    worker.kill()
-                    why = (Code.TIMEOUT, f"no answer within {timeout_s:g} s")
-                    break
-                if line is None:
-                    break
-                if line.startswith("{") and line.rstrip().endswith("}"):
-                    results.append(ProbeResult.model_validate_json(line))
-        if why is None and worker.returncode:
-            if worker.returncode == _RESTART:
-                return results, _FRESH
-            errors.seek(0)
-            tail = (errors.read().strip().splitlines() or ["no message"])[-1]
-            code = worker.returncode
-            how = f"signal {-code}" if code < 0 else f"exit {code}"
-            why = (Code.LAUNCH_FAILED, f"the probe worker died ({how}): {tail}")
-    return results, why
-
-
-def _read(stream: IO[str] | None, lines: queue.Queue[str | None]) -> None:
-    for line in stream or ():
-        lines.put(line)
-    lines.put(None)
-
-
-def _tell(stream: IO[str] | None, text: str) -> None:
-    """Write and close; a worker that died already is told by its exit status."""
-    if stream is None:
-        return
-    try:
-        stream.write(text)
-        stream.close()
-    except BrokenPipeError:
-        pass
+    task: WorkerTask,
+    timeout_s: float,
+    deadline: float | None,
+    turn: Turn | None,
+    hear: Callable[[list[ProbeResult]], None],
+) -> tuple[set[tuple[str, AttentionCase]], list[ProbeResult], tuple[Code, str] | None]:
+    """What one worker ended, rows of the probe that it was at, and why it ended early: _FRESH when it asks for a
+    successor, None when it did not."""
+    ended: set[tuple[str, AttentionCase]] = set()
+    begun: list[ProbeResult] = []
+    with Child([sys.executable, "-m", "attention.probe"], task.model_dump_json()) as child:
+        said_at = time.monotonic()
+        while True:
+            if _is_over(deadline) or (turn is not None and turn.is_over(bool(ended) and not begun)):
+                return ended, begun, _STOPPED
+            try:
+                line = child.line(_TICK_S)
+            except TimeoutError:
+                if time.monotonic() - said_at >= timeout_s:
+                    return ended, begun, (Code.TIMEOUT, f"no answer within {timeout_s:g} s")
+                continue
+            said_at = time.monotonic()
+            if line is None:
+                break
+            if not (line.startswith("{") and line.rstrip().endswith("}")):
+                continue
+            begun.append(ProbeResult.model_validate_json(line))
+            if _ends(begun[-1], task.try_declared):
+                hear(begun)
+                ended.add((begun[-1].probe, begun[-1].case))
+                begun = []
+        if child.exit_code() == _RESTART:
+            return ended, begun, _FRESH
+        how = child.death()
+        return ended, begun, None if how is None else (Code.LAUNCH_FAILED, f"the probe worker died {how}")
 
 
 def _lost(backend: str, probe: Probe, why: tuple[Code, str]) -> ProbeResult:
@@ -517,9 +588,14 @@ def _unprobed(backend: str, probe: Probe) -> ProbeResult:
         observed="budget spent",
         allowed="a run",
         source="probe",
-        message="the time that the probes were given ended before this one",
+        message="the time was spent before it",
     )
     return _row(backend, probe, "execute", "unknown", reasons=(reason,))
+
+
+def was_not_reached(result: ProbeResult) -> bool:
+    """Whether the time was spent before this probe."""
+    return any(reason.code == Code.NOT_PROBED and reason.dimension == "time" for reason in result.reasons)
 
 
 def failed_reasons(results: list[ProbeResult]) -> dict[str, list[Reason]]:

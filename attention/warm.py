@@ -1,11 +1,12 @@
-"""Compile ahead: what just-in-time backends need for a file of cells, one process a core, before anything is measured.
+"""Compile ahead: what just-in-time backends need for a file of cells, before anything is measured.
 
     python -m attention.warm --cells attention/cells/hopper.yaml --out compiled.json [--backends flashinfer:fa2,...]
-        [--jobs 16] [--budget-s 180]
+        [--jobs 16] [--budget-s 180] [--resume]
 
 Compiled code lands in the caches of the libraries (attention/jit.py counts them), where probes and benches find it.
-FlashInfer compiles in `plan`; the others at the first run of a case. A module that does not compile, or takes longer
-than the time allows, is a row with its error. The file gets {"rows": [...], "before": ..., "after": ...}.
+FlashInfer compiles in `plan`, one module a job; the others at the first run of a case. What declared rules refuse is
+no job. A module that does not compile, or takes longer than the time allows, is a row with its error. The file is
+written anew after each row: {"before", "after", "refused", "counts", "rows"}. Exit 3: the time was spent before all.
 """
 
 from __future__ import annotations
@@ -15,80 +16,184 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
-from attention import jit
+from attention import STARTED, jit
 from attention.cases import AttentionCase
 from attention.errors import UserError
-from attention.isolate import in_workers, short, worker
+from attention.isolate import NOT_RUN, Outcome, in_workers, short, worker
 
-#: Backends that compile at first use, the slowest first: a job of minutes that starts last ends last.
-COMPILING = ("flashinfer:fa3", "flashinfer:fa2", "flashinfer:xqa", "flex_attention:triton", "triton:paged")
+
+@dataclass(frozen=True)
+class Share:
+    """How many workers a backend may have at a time, and how many cores each compiles on (ninja's MAX_JOBS)."""
+
+    workers: int
+    cores: int = 1
+
+
+#: Backends that compile at first use, the cheapest first: seconds a case of Triton, minutes a module of fa3. With 14
+#: cores the first three fill them; the others get what those leave.
+COMPILING = {
+    "triton:paged": Share(4),
+    "flex_attention:triton": Share(4),
+    "flashinfer:fa2": Share(4, cores=2),
+    "flashinfer:xqa": Share(3, cores=2),
+    "flashinfer:fa3": Share(3, cores=2),
+}
 _COMMAND = (sys.executable, "-m", "attention.warm", "--worker")
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One case of one backend: how long its first use took, and FlashInfer's modules by name."""
+    """One kind of code of one backend: how long its first use took, and seconds of FlashInfer's modules by name."""
 
     backend: str
     case_id: str
+    kind: str
     seconds: float | None = None
-    modules: tuple[str, ...] = ()
+    modules: dict[str, float] = field(default_factory=dict)
     error: str | None = None
 
 
+def kind_of(backend: str, case: AttentionCase) -> str:
+    """What of a case decides which code is compiled, as far as its fields tell."""
+    fields: dict[str, Any] = {
+        "dims": (case.head_dim_qk, case.head_dim_vo),
+        "dtype": (case.dtype, case.kv_dtype),
+        "window": case.window[0] is not None,
+    }
+    if backend == "flashinfer:xqa":
+        fields |= {"page": case.page_size, "ratio": case.gqa_ratio, "sinks": case.sinks, "softcap": case.softcap}
+    elif backend.startswith("flashinfer:"):  # one module for all phases, layouts, pages and masks
+        fields |= {"softcap": case.softcap is not None, "alibi": case.alibi, "sinks": case.sinks}
+    else:
+        fields |= {
+            "features": (case.softcap, case.alibi, case.sinks, case.causal, case.custom_mask),
+            "window": case.window,
+            "decode": case.phase == "decode",
+            "place": (case.layout, case.page_size),
+            "heads": (case.heads_q, case.heads_kv),
+        }
+    return json.dumps(fields, sort_keys=True)
+
+
 def distinct(backend: str, cases: Sequence[AttentionCase]) -> list[AttentionCase]:
-    """The cases that compile different code, as far as fields of a case tell; the first of each kind."""
-    kinds: dict[tuple[Any, ...], AttentionCase] = {}
+    """The cases that compile different code; the first of each kind."""
+    kinds: dict[str, AttentionCase] = {}
     for one in cases:
-        if backend == "flashinfer:xqa" and one.phase != "decode":
-            continue
-        kind: tuple[Any, ...] = (one.head_dim_qk, one.head_dim_vo, one.dtype, one.kv_dtype, one.window[0] is not None)
-        kind += (one.softcap is not None, one.alibi, one.sinks)
-        if not backend.startswith("flashinfer"):
-            kind += (one.phase == "decode", one.layout, one.window, one.softcap, one.causal, one.custom_mask)
-        if backend not in ("flashinfer:fa2", "flashinfer:fa3"):  # these have one module for all phases and layouts
-            kind += (one.page_size, one.heads_q, one.heads_kv)
-        kinds.setdefault(kind, one)
+        kinds.setdefault(kind_of(backend, one), one)
     return list(kinds.values())
 
 
+def pending(compiled: Path | None) -> Callable[[str, AttentionCase], bool]:
+    """Whether a case of a backend would compile at its first run, by the file of an earlier `attention.warm`.
+
+    Without one, or where the caches hold less than it says (another machine), whatever compiles is pending.
+    """
+    rows = [row for row in earlier_rows(compiled) if row.error is None] if compiled is not None else []
+    there = {(row.backend, row.kind) for row in rows}
+    return lambda backend, case: backend in COMPILING and (backend, kind_of(backend, case)) not in there
+
+
+def earlier_rows(compiled: Path) -> list[Compiled]:
+    """Rows of a file whose compiled code is still in the caches; none of another machine's."""
+    if not compiled.is_file():
+        return []
+    document, here = json.loads(compiled.read_text()), jit.outputs()
+    if any(here.get(name, 0) < number for name, number in document["after"].items()):
+        return []
+    return [Compiled(**row) for row in document["rows"]]
+
+
+def jobs_of(
+    backends: Sequence[str], cases: Sequence[AttentionCase], device: str
+) -> tuple[dict[str, dict[str, AttentionCase]], dict[str, int]]:
+    """By backend, the distinct cases that its declared rules allow, by kind; and how many kinds they refuse."""
+    from attention.matrix import declared_reasons
+
+    eager = [case for case in cases if case.execution == "eager"]
+    wanted: dict[str, dict[str, AttentionCase]] = {}
+    refused: dict[str, int] = {}
+    for name in backends:
+        allowed = [case for case in eager if not declared_reasons(name, case, device=device)]
+        wanted[name] = {kind_of(name, case): case for case in distinct(name, allowed)}
+        refused[name] = len({kind_of(name, case) for case in eager} - set(wanted[name]))
+    return wanted, refused
+
+
 def compile_all(
-    backends: Sequence[str],
-    cases: Sequence[AttentionCase],
+    wanted: dict[str, dict[str, AttentionCase]],
     *,
     device: str,
     jobs: int,
     timeout_s: float = 240.0,
-    budget_s: float | None = None,
+    deadline: float | None = None,
+    heard: Callable[[Compiled], None] = lambda row: None,
+    command: Sequence[str] = _COMMAND,
 ) -> list[Compiled]:
-    """A row for every backend and kind of case, `jobs` processes side by side."""
-    deadline = None if budget_s is None else time.monotonic() + budget_s
-    work = {
-        f"{name} {one.model_dump_json()}": (name, one)
-        for name in backends
-        for one in distinct(name, [c for c in cases if c.execution == "eager"])
-    }
-    names = list(work)
+    """A row for every backend and kind, on `jobs` cores; `heard` gets each at once. `deadline` is of `monotonic`.
 
-    def some(part: Sequence[str]) -> list[Compiled]:
-        found = in_workers(_COMMAND, {"device": device}, part, timeout_s=timeout_s, deadline=deadline)
-        return [
-            Compiled(*_id(work[one.name]), one.said.get("seconds"), tuple(one.said.get("modules", ())), one.error)
-            for one in found
-        ]
+    A worker of FlashInfer compiles one module; the others, whose cases take seconds, go through their part of all.
+    """
+    rows: list[Compiled] = []
+    lock = Lock()
+    cheap_first = sorted(wanted, key=lambda name: list(COMPILING).index(name) if name in COMPILING else -1)
+    lanes = {name: _lanes(name, list(wanted[name])) for name in cheap_first}
+    running: dict[Future[None], tuple[str, int]] = {}
 
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
-        return [row for rows in pool.map(some, [names[i::jobs] for i in range(min(jobs, len(names)))]) for row in rows]
+    def one(backend: str, kinds: Sequence[str], cores: int) -> None:
+        names = {f"{backend} {wanted[backend][kind].model_dump_json()}": kind for kind in kinds}
+
+        def hear(found: Outcome) -> None:
+            kind = names[found.name]
+            said = found.said
+            row = Compiled(backend, wanted[backend][kind].case_id, kind, **said, error=found.error)
+            with lock:
+                rows.append(row)
+                heard(row)
+
+        task = {"device": device, "cores": cores}
+        in_workers(command, task, list(names), timeout_s=timeout_s, deadline=deadline, heard=hear)
+
+    with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
+        while any(lanes.values()) or running:
+            for backend, waiting in lanes.items():
+                share = COMPILING.get(backend, Share(4))
+                cores = min(share.cores, jobs)
+                while (
+                    waiting
+                    and [name for name, _ in running.values()].count(backend) < share.workers
+                    and sum(taken for _, taken in running.values()) + cores <= jobs
+                ):
+                    running[pool.submit(one, backend, waiting.pop(0), cores)] = (backend, cores)
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[future]
+                future.result()
+    return rows
 
 
-def _id(of: tuple[str, AttentionCase]) -> tuple[str, str]:
-    return of[0], of[1].case_id
+def _lanes(backend: str, kinds: list[str]) -> list[list[str]]:
+    """What each worker of a backend goes through."""
+    if backend.startswith("flashinfer:"):
+        return [[kind] for kind in kinds]
+    workers = COMPILING.get(backend, Share(4)).workers
+    return [kinds[i::workers] for i in range(min(workers, len(kinds)))]
+
+
+def counts(rows: Sequence[Compiled]) -> dict[str, dict[str, int]]:
+    """Backend -> how many compiled, failed, and were not reached."""
+    found: dict[str, Counter[str]] = {}
+    for row in rows:
+        status = "compiled" if row.error is None else "not run" if row.error == NOT_RUN else "failed"
+        found.setdefault(row.backend, Counter())[status] += 1
+    return {name: dict(one) for name, one in found.items()}
 
 
 def _worker() -> None:
@@ -96,8 +201,8 @@ def _worker() -> None:
         for name in task["names"]:
             channel.at(name)
             backend, _, text = name.partition(" ")
-            # Ninja would start a compiler a core in each of as many processes. A module of fa3 takes minutes alone.
-            os.environ["MAX_JOBS"] = "4" if backend == "flashinfer:fa3" else "2"
+            # Ninja and Inductor would start a compiler a core, each in its own process.
+            os.environ["MAX_JOBS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(task["cores"])
             started = time.perf_counter()
             try:
                 modules = _compiled(backend, AttentionCase.model_validate_json(text), task["device"])
@@ -106,8 +211,9 @@ def _worker() -> None:
                 channel.done(name, error=short(error))
 
 
-def _compiled(backend: str, case: AttentionCase, device: str) -> list[str]:
-    """Plan (and run) a case: the modules that FlashInfer built or loaded. UserError for what the rules refuse."""
+def _compiled(backend: str, case: AttentionCase, device: str) -> dict[str, float]:
+    """Plan (and run) a case: seconds of the modules that FlashInfer built or loaded, by name. UserError for what the
+    rules refuse."""
     import torch
 
     from attention.backends import create
@@ -119,13 +225,13 @@ def _compiled(backend: str, case: AttentionCase, device: str) -> list[str]:
     if backend.startswith("flashinfer"):
         from attention.backends.flashinfer_jit import warm
 
-        return list(warm(backend, [case], device))
+        return {name: round(seconds, 2) for name, seconds in warm(backend, [case], device).items()}
     problem = make(case, "normal", 1, device=device)
     with torch.inference_mode():
         made.plan(problem.batch, problem.spec).run(problem.q_THD, problem.k, problem.v)
     if device.startswith("cuda"):
         torch.cuda.synchronize()
-    return []
+    return {}
 
 
 def main() -> int:
@@ -138,26 +244,41 @@ def main() -> int:
     parser.add_argument("--backends", default=",".join(COMPILING), help="comma-separated")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
-    parser.add_argument("--budget-s", type=float)
+    parser.add_argument("--budget-s", type=float, help="seconds for all; what is left is not run")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of --out whose code is in the caches")
     options = parser.parse_args()
     from attention.cells import load_cells
 
     try:
         cases = list(dict.fromkeys(probe.case for probe in load_cells(options.cells)))
+        wanted, refused = jobs_of(options.backends.split(","), cases, options.device)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    rows = [row for row in earlier_rows(options.out) if row.error != NOT_RUN] if options.resume else []
+    for row in rows:
+        wanted.get(row.backend, {}).pop(row.kind, None)
     before = jit.outputs()
-    rows = compile_all(
-        options.backends.split(","), cases, device=options.device, jobs=options.jobs, budget_s=options.budget_s
-    )
-    document = {"before": before, "after": jit.outputs(), "rows": [asdict(row) for row in rows]}
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
-    for backend in dict.fromkeys(row.backend for row in rows):
-        mine = [row for row in rows if row.backend == backend]
-        seconds = [row.seconds for row in mine if row.seconds is not None]
-        print(f"{backend:24} {len(seconds)} of {len(mine)}, slowest {max(seconds, default=0):.1f} s")
-    return 0
+
+    def write() -> None:
+        document = {"before": before, "after": jit.outputs(), "refused": refused, "counts": counts(rows)}
+        fresh = options.out.with_suffix(".new")
+        fresh.write_text(json.dumps({**document, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        fresh.replace(options.out)
+
+    def heard(row: Compiled) -> None:
+        rows.append(row)
+        if row.error != NOT_RUN:  # those come all at once, and are written at the end
+            write()
+
+    deadline = None if options.budget_s is None else STARTED + options.budget_s
+    compile_all(wanted, device=options.device, jobs=options.jobs, deadline=deadline, heard=heard)
+    write()
+    for backend, one in counts(rows).items():
+        seconds = [row.seconds for row in rows if row.backend == backend and row.seconds is not None]
+        total = f"{one.get('compiled', 0)} of {sum(one.values())}"
+        print(f"{backend:24} {total}, slowest {max(seconds, default=0):.1f} s, {refused.get(backend, 0)} refused")
+    return 3 if any(row.error == NOT_RUN for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -113,6 +113,7 @@ class Declared(BaseModel):
 
     package: str  # import name that must be there
     remedy: str  # what to do when it is not
+    needs: dict[str, str] = Field(default_factory=dict)  # what the package imports itself, and its remedy
     versions: str = ""  # of the package, for which the rules were read
     index_bits: int = 32  # of the offsets that its kernels compute into the KV cache
     rules: tuple[Rule, ...] = ()
@@ -228,18 +229,24 @@ def _importable(package: str) -> bool:
 
 
 def _missing(sheet: Declared) -> list[Reason]:
-    """The reason of a package that is not there; empty when it is."""
-    if _importable(sheet.package):
-        return []
-    return [
-        Reason(
+    """The reason of a package that is not there, or that lacks what it imports; empty when all is there."""
+
+    def reason(observed: str, message: str) -> Reason:
+        return Reason(
             code=Code.IMPORT_FAILED,
             dimension="package",
-            observed="not installed",
+            observed=observed,
             allowed=sheet.package,
             source="attention/matrix",
-            message=f"{sheet.package} cannot be imported: {sheet.remedy}",
+            message=f"{sheet.package} cannot be imported: {message}",
         )
+
+    if not _importable(sheet.package):
+        return [reason("not installed", sheet.remedy)]
+    return [
+        reason(f"no module {name}", f"it needs the module {name}, which is not found: {remedy}")
+        for name, remedy in sheet.needs.items()
+        if not _importable(name)
     ]
 
 

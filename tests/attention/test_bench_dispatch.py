@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +16,21 @@ from attention.__main__ import main
 from attention.backends import create
 from attention.backends.base import Planned
 from attention.backends.torch_sdpa import library_call
-from attention.bench_dispatch import SYNC_EVERY, Overhead, cases, library_call_of, measure, pairs, table
+from attention.bench_dispatch import (
+    LEAST_CALLS,
+    SYNC_EVERY,
+    Overhead,
+    cases,
+    fitting,
+    library_call_of,
+    measure,
+    measure_all,
+    pairs,
+    table,
+)
 from attention.cases import AttentionCase
 from attention.errors import UserError
+from attention.isolate import NOT_RUN, Outcome
 from attention.replay.problems import Problem, make
 
 
@@ -74,8 +88,6 @@ def test_pairs_alternate_and_the_queue_is_drained_before_it_fills() -> None:
 
 
 def test_the_clock_sees_what_the_planned_run_takes_longer() -> None:
-    import time
-
     run_ns, library_ns = pairs(lambda: time.sleep(0.002), lambda: None, 30, lambda: None)
     assert sorted(run_ns)[15] - sorted(library_ns)[15] > 1_500_000
 
@@ -114,6 +126,40 @@ def test_kernels_of_a_family_that_cannot_run_here_are_passed_over_and_a_named_on
     assert main(["bench", "dispatch", "--backend", "torch_sdpa:cudnn", "--calls", "2"]) == 2
     assert main(["bench", "dispatch", "--calls", "0"]) == 2
     assert "--calls 0: at least 1" in capsys.readouterr().err
+
+
+def test_the_pairs_fit_into_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> None:
+        time.sleep(0.0005)
+
+    assert 300 < fitting(run, run, 20_000, lambda: None, 1.0) < 1_000, "fewer than 2,000 where those do not fit"
+    assert fitting(run, run, 20_000, lambda: None, 5.0) == LEAST_CALLS
+    assert fitting(lambda: None, lambda: None, 20_000, lambda: None, 5.0) == 20_000
+
+
+WORKER = """
+import time
+from attention.isolate import worker
+with worker() as (task, channel):
+    for name in task["names"]:
+        channel.at(name)
+        time.sleep(60 if name == "hangs" else 0)
+        channel.done(name, calls=2000)
+"""
+
+
+def test_a_backend_that_hangs_costs_its_share_and_the_rows_of_the_others_are_there() -> None:
+    heard: list[Outcome] = []
+    measure_all(
+        ["first", "hangs", "last"],
+        device="cpu",
+        dtype="float32",
+        calls=None,
+        deadline=time.monotonic() + 10,
+        heard=heard.append,
+        command=[sys.executable, "-c", WORKER],
+    )
+    assert [(one.name, one.error) for one in heard] == [("first", None), ("hangs", NOT_RUN), ("last", None)]
 
 
 @pytest.mark.parametrize(("nodes", "code"), [((5, 5), 0), ((6, 5), 1)])

@@ -89,6 +89,26 @@ def test_ratios_are_to_the_fastest_baseline_and_errors_are_rows(monkeypatch: pyt
     assert asked[-1] == ("time", [f"decode-page16|{name}" for name in seconds]), "what failed its check is not timed"
 
 
+def test_what_serves_is_measured_first_and_rows_are_there_before_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    asked: list[str] = []
+
+    def in_workers(command: Any, task: dict[str, Any], names: list[str], **given: Any) -> list[Outcome]:
+        asked.extend(f"{task['what']} {name.split('|')[0]}" for name in names)
+        said = {"seconds": 1.0, "low_s": 1.0, "high_s": 1.0, "blocks": 5} if task["what"] == "time" else {}
+        found = [Outcome(name, dict(said)) for name in names]
+        for one in found:
+            given["heard"](one)
+        return found
+
+    monkeypatch.setattr(bench_kernels, "in_workers", in_workers)
+    work = [(shape, ["triton:paged"]) for shape in SMALL.values()]
+    rows = bench(work, device="cpu", jobs=1, heard=lambda rows: seen.append(len(rows)))
+    assert asked[:4] == [f"{what} {name}" for what in ("check", "time") for name in bench_kernels.FIRST]
+    assert seen[:2] == [1, 2]
+    assert len(rows) == len(SMALL)
+
+
 def test_what_a_call_reads_lives_until_the_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tuner kept a contender's CUDA graph and dropped its plan: replays read tiles and workspaces that the
     allocator had given to others, and one ended in an illegal memory access."""
@@ -123,6 +143,7 @@ def test_rows_are_written_in_either_format(tmp_path: Path, ending: str) -> None:
 
         rows = pq.read_table(path).to_pylist()
     assert [(row["figure"], row["error"]) for row in rows] == [(3.5, None), (None, "no")]
+    assert [row.error for row in bench_kernels.read(path)] == [None, "no"]
     with pytest.raises(UserError, match=r"\.json or \.parquet"):
         write([], tmp_path / "rows.csv")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from attention.bench_kernels import Row, write
-from attention.drift import write_rows
+from attention.drift import read_rows, write_rows
 from attention.errors import UserError
-from attention.evidence import Step, backend_table, main, run_all, steps
+from attention.evidence import DISPATCHED, Step, backend_table, main, run_all, steps
 from attention.probe import Probe, probe_all
 from tests.attention.test_warm import case
 
@@ -40,16 +40,19 @@ def test_whatever_comes_of_a_step_the_next_one_runs(tmp_path: Path) -> None:
         python("crash", "import os; os.abort()"),
         python("hang", f"{child}; open({str(pid)!r}, 'w').write(str(p.pid)); p.wait()", share=0.3),
         python("fails", "raise SystemExit('out of memory')"),
-        python("speaks", "print('{}')", stdout="said.json"),
-        python("silent", "", stdout="silent.json"),
+        python("speaks", "print('{}')", stdout="said.json#before"),
+        python("again", "print('[1]')", stdout="said.json#after"),
+        python("silent", "", stdout="silent.json#before"),
+        python("spent", "raise SystemExit(3)"),
     ]
     found = run_all(wanted, tmp_path, budget_s=20)
     assert outcomes(tmp_path) == [
-        ("crash", "failed"), ("hang", "timeout"), ("fails", "failed"), ("speaks", "done"), ("silent", "done"),
+        ("crash", "failed"), ("hang", "timeout"), ("fails", "failed"), ("speaks", "done"), ("again", "done"),
+        ("silent", "failed"), ("spent", "partial"),
     ]  # fmt: skip
     assert found[0].exit_code == -6
     assert found[2].tail == "out of memory"
-    assert (tmp_path / "said.json").read_text() == "{}\n"
+    assert json.loads((tmp_path / "said.json").read_text()) == {"before": {}, "after": [1]}
     assert not (tmp_path / "silent.json").exists()
     time.sleep(0.2)
     assert not runs(int(pid.read_text())), "what the step that hung had started is gone too"
@@ -65,12 +68,40 @@ def test_time_that_a_step_does_not_use_goes_to_the_next_and_none_starts_after_th
 def test_the_steps_are_told_how_long_they_have(tmp_path: Path) -> None:
     wanted = steps(tmp_path, device="cuda", cells=Path("cells.yaml"), backends="all", calls=None, small=False)
     assert [step.name for step in wanted] == [
-        "fingerprint_before", "compile", "probes", "dispatch torch_sdpa:flash", "dispatch torch_sdpa:cudnn",
-        "dispatch flash_attn:fa2", "dispatch flashinfer:fa2", "kernels", "fingerprint_after",
+        "fingerprint_before", "compile", "probes", "dispatch", "kernels", "fingerprint_after",
     ]  # fmt: skip
     told = {step.name: step.argv(100.0)[-2:] for step in wanted}
-    for name in ("compile", "probes", "kernels"):
-        assert told[name] == ["--budget-s", "90"]
+    for name in ("compile", "probes", "dispatch", "kernels"):
+        assert told[name] == ["--budget-s", "94"]
+
+
+def test_a_second_run_skips_what_is_done_and_completes_the_rest(tmp_path: Path) -> None:
+    mark = tmp_path / "marks"
+    tell = f"open({str(mark)!r}, 'a').write"
+    wanted = [python("whole", f"{tell}('w')"), python("part", f"{tell}('p'); raise SystemExit(3)")]
+    run_all(wanted, tmp_path, budget_s=20)
+    run_all([*wanted, python("late", f"{tell}('l')")], tmp_path, budget_s=20, resume=True)
+    assert mark.read_text() == "wppl"
+    assert outcomes(tmp_path) == [("whole", "done"), ("part", "partial"), ("late", "done")]
+
+
+def test_the_probes_of_a_step_that_was_killed_are_kept(tmp_path: Path) -> None:
+    rows = probe_all(("torch_sdpa:cudnn",), [Probe(name="cell", feature="decode", case=case())], device="cpu")
+    code = f"""
+import time
+from pathlib import Path
+from attention.drift import RowsLog, read_rows
+log = RowsLog(Path({str(tmp_path / "probes.parquet")!r}))
+log.add(read_rows(Path({str(tmp_path / "rows.json")!r})))
+log._lines.write('{{"backend": "half a li')
+log._lines.flush()
+time.sleep(60)
+"""
+    write_rows(tmp_path / "rows.json", rows)
+    found = run_all([python("probes", code)], tmp_path, budget_s=12)
+    assert found[0].status == "timeout"
+    assert read_rows(tmp_path / "probes.parquet") == rows
+    assert not (tmp_path / "probes.jsonl").exists()
 
 
 def test_the_table_has_a_line_a_backend_and_says_what_is_missing(tmp_path: Path) -> None:
@@ -85,10 +116,10 @@ def test_the_table_has_a_line_a_backend_and_says_what_is_missing(tmp_path: Path)
         Row("decode-page64", "torch_sdpa:flash", "TB/s", 3.2, ratio=0.8, baseline="read:triton"),
         Row("prefill-ragged", "torch_sdpa:flash", "TFLOP/s", error="out of memory"),
     ]
-    write(rows, tmp_path / "kernels.parquet")
+    write(rows, tmp_path / "kernels.json")
     overhead = {"backend": "torch_sdpa:flash", "overhead_us": 2.25, "run_nodes": 3, "library_nodes": 3}
-    (tmp_path / "dispatch_torch_sdpa_flash.json").write_text(json.dumps([{**overhead, "nodes_equal": True}]))
-    (tmp_path / "dispatch_flash_attn_fa2.json").write_text("")
+    crashed = {"backend": "flash_attn:fa2", "error": "the worker died"}
+    (tmp_path / "dispatch.json").write_text(json.dumps([{**overhead, "nodes_equal": True}, crashed]))
     run_all([python("done", ""), python("broken", "1 / 0")], tmp_path, budget_s=20)
     table = backend_table(tmp_path).splitlines()
     assert table[2] == "| `torch_sdpa:flash` | 2 of 2 | - | - | 1 of 1 | 3.2 | 80% | - | - | +2.2 | 3 = 3 |"
@@ -105,8 +136,11 @@ def test_a_small_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "cells.yaml").write_text(CELLS)
     out = tmp_path / "evidence"
     flags = ["--out", str(out), "--device", "cpu", "--cells", str(tmp_path / "cells.yaml"), "--backends", "torch_sdpa"]
-    only = "fingerprint,compile,probes,dispatch torch_sdpa:flash"
-    assert main([*flags, "--calls", "20", "--budget-s", "200", "--only", only]) == 0
+    only = "fingerprint,compile,probes"
+    assert main([*flags, "--budget-s", "200", "--only", only]) == 0
     assert {status for _, status in outcomes(out)} == {"done"}
-    assert "the same after; 5 steps, all done." in backend_table(out)
+    assert "the same after; 4 steps, all done." in backend_table(out)
+    assert main([*flags, "--calls", "20", "--budget-s", "100", "--only", "dispatch,fingerprint", "--resume"]) == 1
+    assert [row["backend"] for row in json.loads((out / "dispatch.json").read_text())] == list(DISPATCHED)
+    assert len([path for path in out.rglob("*") if path.is_file()]) <= 8
     assert sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) < 1 << 20

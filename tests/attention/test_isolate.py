@@ -21,6 +21,9 @@ with worker() as (task, channel):
         channel.at(name)
         if name == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
+        if name == "compile":
+            import subprocess
+            subprocess.run(["sleep", "30"])  # holds our stdout
         if name == "hang":
             time.sleep(60)
         if not task.get("together"):
@@ -71,3 +74,22 @@ def test_what_is_left_at_the_deadline_was_not_run() -> None:
     a, hang, b = outcomes(["a", "hang", "b"], deadline=time.monotonic() + 3)
     assert a.error is None
     assert hang.error == b.error == NOT_RUN
+
+
+def test_a_compiler_that_a_worker_started_is_killed_with_it_and_holds_nobody_up() -> None:
+    started = time.monotonic()
+    heard: list[Outcome] = []
+    found = in_workers(
+        [sys.executable, "-c", WORKER], {}, ["a", "compile"], timeout_s=30, deadline=started + 2, heard=heard.append
+    )
+    assert time.monotonic() - started < 8
+    assert [one.error for one in found] == [None, NOT_RUN]
+    assert heard == found
+
+
+def test_a_worker_that_does_not_read_its_task_holds_nobody_up() -> None:
+    started = time.monotonic()
+    sleeper = [sys.executable, "-c", "import time; time.sleep(30)"]
+    (one,) = in_workers(sleeper, {"long": "x" * 1_000_000}, ["a"], timeout_s=30, deadline=started + 1)
+    assert one.error == NOT_RUN
+    assert time.monotonic() - started < 8

@@ -147,6 +147,15 @@ def test_a_missing_package_is_named_also_where_the_platform_has_no_rules(monkeyp
     assert package.message == "flash_attn_2_cuda cannot be imported: pip install flash-attn"
 
 
+def test_a_package_that_lacks_what_it_imports_names_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "_importable", lambda package: package != "cutlass")
+    reasons = declared_reasons("flash_attn:fa4", case(), device="cpu")
+    assert reasons[-1].code == Code.IMPORT_FAILED
+    assert "needs the module cutlass" in reasons[-1].message
+    assert "nvidia_cutlass_dsl/python_packages" in reasons[-1].message
+    assert "flash-attn-4" not in reasons[-1].message
+
+
 def test_a_remedy_names_packages_of_an_index_or_what_to_build() -> None:
     """This project itself is on no index."""
     remedies = {name: sheet.remedy for name, sheets in matrix.declared().items() for sheet in sheets.values()}

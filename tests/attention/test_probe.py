@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import textwrap
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from attention.backends import create
 from attention.backends.base import AttentionSpec, Backend, Batch, Planned
 from attention.cases import AttentionCase
 from attention.checks import CHECKS
-from attention.probe import Probe, ProbeResult, failed_reasons, probe_all, probes_of, run_probe
+from attention.probe import Probe, ProbeResult, failed_reasons, probe_all, probes_of, run_probe, was_not_reached
 from attention.reasons import Code, Reason
 from attention.schemas import SCHEMAS
 
@@ -362,6 +363,67 @@ def test_what_the_budget_leaves_is_unknown_and_not_blamed(tmp_path: Path, monkey
     left = [outcome(results, n) for n in ("long_prefill", "single_decode", "paged_kv")]
     assert outcome(results, "short_prefill").status == "pass"
     assert {(r.status, r.reasons[0].code) for r in left} == {("unknown", Code.NOT_PROBED)}
+    assert {r.reasons[0].message for r in left} == {"the time was spent before it"}
+    assert all(map(was_not_reached, left))
+    assert outcome(probe_all((MATH,), CHOSEN, device="cpu", budget_s=0.0), "short_prefill").status == "unknown"
+
+
+def test_no_worker_runs_past_the_budget_and_rows_are_heard_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch, CHOSEN, at=1, accident="os.system('sleep 60')")  # holds our pipe
+    heard: list[tuple[float, str]] = []
+    started = time.monotonic()
+    probe_all(
+        (MATH,),
+        CHOSEN,
+        device="cpu",
+        budget_s=4.0,
+        heard=lambda rows: heard.append((time.monotonic() - started, rows[-1].probe)),
+    )
+    assert time.monotonic() - started < 7
+    assert heard[0][1] == "short_prefill"
+    assert heard[0][0] < 3, "before the end"
+    assert len(heard) == 4
+
+
+def test_a_backend_that_hangs_leaves_the_others_their_turn_and_gets_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch, CHOSEN, at=1, accident="time.sleep(60) if task['backend'] == slow else None")
+    worker = tmp_path / "worker"
+    text = (
+        worker.read_text()
+        .replace(
+            "for probe in json.load(sys.stdin)['probes']:",
+            f"task, slow = json.load(sys.stdin), {MATH!r}\nfor probe in task['probes']:",
+        )
+        .replace("print(*next(rows ", "print(*next([row.replace(slow, task['backend']) for row in rows] ")
+    )
+    worker.write_text(text)
+    monkeypatch.setattr(probing, "_SHORTEST_TURN_S", 1.0)
+    found = probe_all((MATH, FLASH), CHOSEN, device="cpu", jobs=1, timeout_s=30.0, budget_s=8.0)
+    by = {(r.backend, r.probe): r.status for r in found}
+    assert {by[FLASH, p.name] for p in CHOSEN} == {"pass"}
+    assert by[MATH, "short_prefill"] == "pass"
+    assert by[MATH, "long_prefill"] == "unknown", "not blamed"
+
+
+def test_what_would_compile_first_comes_last_in_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, monkeypatch, CHOSEN, at=0, accident="pass")
+    order: list[str] = []
+    probe_all(
+        (MATH, FLASH),
+        CHOSEN,
+        device="cpu",
+        jobs=1,
+        by_head_dim=True,
+        is_pending=lambda backend, case: backend == MATH,
+        heard=lambda rows: order.append(rows[-1].probe),
+        known={(FLASH, CHOSEN[0].name, CHOSEN[0].case)},
+    )
+    names = [p.name for p in CHOSEN]
+    assert order == [*names[1:], *names], "and what is known is not probed again"
 
 
 def test_warnings_of_pytorch_become_one_line() -> None:
