@@ -210,21 +210,20 @@ def measure_all(
     heard: Callable[[Outcome], None],
     command: Sequence[str] = _COMMAND,
 ) -> None:
-    """One backend after the other, each with as much of the time that is left as those after it."""
-    for i, name in enumerate(backends):
-        left_s = None if deadline is None else (deadline - time.monotonic()) / (len(backends) - i)
-        until = None if left_s is None else time.monotonic() + left_s
-        task = {"device": device, "dtype": dtype, "calls": calls, "until": until}
-        # Silence of its share is its end: what it does not use goes to the next.
-        in_workers(command, task, [name], timeout_s=300.0, deadline=until, heard=heard)
+    """One backend after the other in one worker, which pays for its imports once; each may use as much of the time
+    that is left as those after it. Silence of half the time is a hang: a new worker goes on with the next."""
+    timeout_s = 300.0 if deadline is None else max(1.0, (deadline - time.monotonic()) / 2)
+    task = {"device": device, "dtype": dtype, "calls": calls, "deadline": deadline}
+    in_workers(command, task, backends, timeout_s=timeout_s, deadline=deadline, heard=heard)
 
 
 def _worker() -> None:
     with worker() as (task, channel):
-        for name in task["names"]:
+        names, deadline = task["names"], task["deadline"]
+        for i, name in enumerate(names):
             channel.at(name)
-            # Clocks of one machine: `until` is of the parent's `time.monotonic`. A second is for the way back.
-            time_s = None if task["until"] is None else task["until"] - time.monotonic() - 1.0
+            # The parent's `time.monotonic` is ours too. A second is for the way back.
+            time_s = None if deadline is None else (deadline - 1.0 - time.monotonic()) / (len(names) - i)
             try:
                 case = decode(name, task["dtype"])
                 row = measure(name, case, device=task["device"], calls=task["calls"], time_s=time_s)

@@ -435,7 +435,9 @@ def probe_all(
         while (queue and not _is_over(deadline)) or running:
             while queue and len(running) < jobs and not _is_over(deadline):
                 at_work = Counter(unit.backend for unit in running.values())
-                unit = min(queue, key=lambda u: (u.round, u.pending, at_work[u.backend], spent[u.backend]))
+                unit = min(
+                    queue, key=lambda u: (u.round, u.pending, u.only_checks, at_work[u.backend], spent[u.backend])
+                )
                 queue.remove(unit)
                 running[pool.submit(one, unit)] = unit
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -465,6 +467,10 @@ class _Unit:
     probes: tuple[Probe, ...]
     pending: bool
     round: int = 0
+
+    @property
+    def only_checks(self) -> bool:
+        return all(probe.check is not None for probe in self.probes)
 
 
 def _units(
