@@ -85,6 +85,7 @@ def test_a_second_run_skips_what_is_done_and_completes_the_rest(tmp_path: Path) 
     assert outcomes(tmp_path) == [("whole", "done"), ("part", "partial"), ("late", "done")]
 
 
+@pytest.mark.slow
 def test_the_probes_of_a_step_that_was_killed_are_kept(tmp_path: Path) -> None:
     rows = probe_all(("torch_sdpa:cudnn",), [Probe(name="cell", feature="decode", case=case())], device="cpu")
     code = f"""
