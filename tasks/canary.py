@@ -16,7 +16,7 @@ from typing import Any
 
 from data.requests import TrafficRequest
 from gates import canary as gate
-from gates.served import ClientOutcome, Span
+from gates.served import CANDIDATE, CHAMPION, CONTROL, ClientOutcome, Span
 from gates.verdict import Check, GateReport, Verdict, error_check
 from tasks import lifecycle
 from tasks.context import Context, StageOutcome
@@ -130,7 +130,8 @@ def _gather(
     )
     step.played.append(played)
     if played.stopped is None:
-        settle(context, "candidate", shadow=False, since=step.start, at_least=step.served("candidate"))
+        arms = {CANDIDATE: "candidate", CONTROL: "control", CHAMPION: "champion"}
+        settle(context, step.start, {which: step.served(role) for which, role in arms.items()})
     return played.stopped
 
 

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from data.requests import TrafficRequest
 from gates import expand as gate
-from gates.served import Span
+from gates.served import CANDIDATE, Span
 from gates.verdict import GateReport, Verdict, error_check
 from tasks import lifecycle
 from tasks.context import Context, StageOutcome
@@ -47,7 +47,7 @@ def run(context: Context, router: EnvoyRouter, requests: list[TrafficRequest]) -
         breach = error_check("breach", played.stopped).model_copy(update={"verdict": Verdict.FAIL})
         report = GateReport(stage="expand", checks=(breach,))
         return StageOutcome(report, {"sent": outcome.sent, "lost": outcome.lost})
-    settle(context, "candidate", shadow=False, since=start, at_least=played.of("candidate"))
+    settle(context, start, {CANDIDATE: played.of("candidate")})
     span = Span(start, datetime.now(UTC))
     report = gate.judge(context.lake, context.release_id, context.plan, span=span, client=outcome)
     write_windows(context, "expand", 100, span, 0)

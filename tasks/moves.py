@@ -7,8 +7,10 @@ a router that was safe already. The other order could leave traffic that no reco
 from __future__ import annotations
 
 import time
-from datetime import datetime
+from collections.abc import Mapping
+from datetime import UTC, datetime
 
+from gates.served import Span, arm, served_rows
 from tasks.context import Context
 from tasks.record import Record, Shares, State
 from tasks.router import Router
@@ -42,21 +44,15 @@ def move(
     return record
 
 
-def settle(context: Context, side: str, *, shadow: bool, since: datetime, at_least: int) -> None:
-    """Wait until the instances have written `at_least` rows since then, or `SETTLE_S` went by."""
-    from data.lake import Lake
+def settle(context: Context, since: datetime, expected: Mapping[str, int]) -> None:
+    """Wait until the instances have written their rows since then, or `SETTLE_S` went by.
 
+    `expected`: how many rows of each arm, by its condition in gates/served.py. Every arm that the gate reads: a
+    champion that writes half a second after the candidate would leave shadows without their primaries.
+    """
     deadline = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline:
-        with Lake(context.lake, release_id=context.release_id) as lake:
-            [(found,)] = lake.rows(
-                "select count(*) from requests where release_id = $release and side = $side and shadow = $shadow"
-                " and epoch(time) >= $since",
-                release=context.release_id,
-                side=side,
-                shadow=shadow,
-                since=since.timestamp(),
-            )
-        if found >= at_least:
-            return
+        with served_rows(context.lake, context.release_id, Span(since, datetime.now(UTC))) as tables:
+            if all(arm(tables, context.release_id, which).num_requests >= num for which, num in expected.items()):
+                return
         time.sleep(0.25)

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from data.requests import TrafficRequest
 from gates import shadow as gate
-from gates.served import Span
+from gates.served import CANDIDATE_SHADOW, CHAMPION, Span
 from tasks.context import Context, StageOutcome
 from tasks.envoy_config import SHADOW_CONCURRENCY
 from tasks.moves import move, settle
@@ -34,9 +34,8 @@ def run(context: Context, router: EnvoyRouter, requests: list[TrafficRequest]) -
         tick=lambda so_far: _tick(context, so_far),
     )
     move(context, router, mirror=0.0)
-    settle(
-        context, "candidate", shadow=True, since=start, at_least=router.observe().counts["shadow"].total - before.total
-    )
+    copied = router.observe().counts["shadow"].total - before.total
+    settle(context, start, {CANDIDATE_SHADOW: copied, CHAMPION: played.of("champion")})
     after = router.observe().counts["shadow"]
     report = gate.judge(
         context.lake,
