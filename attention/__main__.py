@@ -391,7 +391,8 @@ def _probe_cells(args: argparse.Namespace) -> int:
     """Probe a file of cells: rows, and no decision."""
     from attention.cells import load_cells
     from attention.drift import RowsLog
-    from attention.probe import probe_all, was_not_reached
+    from attention.probe import was_not_reached
+    from attention.probe_workers import probe_all
     from attention.warm import pending
 
     _check_device(args.device)

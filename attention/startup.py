@@ -20,7 +20,8 @@ from attention.job import Setup
 from attention.model import specs_of
 from attention.model_config import resolve_dtype
 from attention.policy import Policy, load_policy
-from attention.probe import ProbeResult, ProbeSet, failed_reasons, probe_all, probes_of
+from attention.probe import ProbeResult, ProbeSet, failed_reasons, probes_of
+from attention.probe_workers import probe_all
 
 if TYPE_CHECKING:
     from attention.model import Runner

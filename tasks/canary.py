@@ -18,14 +18,13 @@ from data.requests import TrafficRequest
 from gates import canary as gate
 from gates.served import CANDIDATE, CHAMPION, CONTROL, ClientOutcome, Span
 from gates.verdict import Check, GateReport, Verdict, error_check
-from tasks import lifecycle
 from tasks.context import Context, StageOutcome
 from tasks.envoy_config import SHADOW_CONCURRENCY
 from tasks.moves import move, settle
 from tasks.record import Shares
 from tasks.router import EnvoyRouter
 from tasks.traffic import Played, endless, play
-from tasks.vigil import Vigil
+from tasks.vigil import Vigil, watched
 from tasks.windows import write_windows
 
 
@@ -125,7 +124,7 @@ def _gather(
         max_in_flight=min(most_at_once, SHADOW_CONCURRENCY) if step.share == 100 else most_at_once,
         enough=lambda so_far: so_far.begun["candidate"] >= missing,
         most=math.ceil(missing * 100 / step.share) * 3 + 50,
-        tick=lambda so_far: lifecycle.watched(context, router, vigil, so_far),
+        tick=lambda so_far: watched(context, router, vigil, so_far),
         shares=shares_of(step.share),
     )
     step.played.append(played)

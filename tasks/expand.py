@@ -15,14 +15,13 @@ from data.requests import TrafficRequest
 from gates import expand as gate
 from gates.served import CANDIDATE, Span
 from gates.verdict import GateReport, Verdict, error_check
-from tasks import lifecycle
 from tasks.context import Context, StageOutcome
 from tasks.instances import command_of
 from tasks.moves import move, settle
 from tasks.record import Deployed, Record, Shares
 from tasks.router import EnvoyRouter, RouterError
 from tasks.traffic import endless, play
-from tasks.vigil import Vigil
+from tasks.vigil import Vigil, watched
 from tasks.windows import write_windows
 
 
@@ -39,7 +38,7 @@ def run(context: Context, router: EnvoyRouter, requests: list[TrafficRequest]) -
         max_in_flight=context.plan.traffic.max_in_flight,
         enough=lambda so_far: so_far.sent >= plan.requests,
         most=plan.requests,
-        tick=lambda so_far: lifecycle.watched(context, router, vigil, so_far),
+        tick=lambda so_far: watched(context, router, vigil, so_far),
         shares=Shares(champion=0, control=0, candidate=100),
     )
     outcome = played.outcome()

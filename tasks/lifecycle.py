@@ -23,8 +23,6 @@ from tasks.context import Context, StageOutcome, setup_of
 from tasks.instances import command
 from tasks.record import Approval, Attempt, Deployed, Record, RecordStore, Shares, StageRecord, State
 from tasks.router import Router, RouterError
-from tasks.traffic import Played
-from tasks.vigil import Vigil
 
 #: State after a stage was passed.
 AFTER: dict[str, State] = {
@@ -338,15 +336,3 @@ def try_revert(router: Router, generation: int) -> str | None:
     except (RouterError, OSError) as error:
         return str(error)
     return None
-
-
-def watched(context: Context, router: Router, vigil: Vigil, played: Played) -> str | None:
-    """One look at a candidate that holds traffic; where something is wrong the traffic goes back before all else.
-
-    The reason, or None. Raises LeaseLostError and RouterError.
-    """
-    context.check()
-    trouble = vigil.trouble(played)
-    if trouble is not None:
-        withdraw(context, router, trouble)
-    return trouble

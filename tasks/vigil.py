@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from gates import canary as gate
 from gates.served import Span
 from gates.thresholds import load_limits
+from tasks import lifecycle
 from tasks.context import Context
 from tasks.processes import ask_health, is_alive
 from tasks.record import Instance
@@ -87,3 +88,15 @@ class Vigil:
         context, span = self._context, Span(self._since, datetime.now(UTC))
         candidate, control = gate.recent(context.lake, context.release_id, share=self._share, span=span)
         return gate.breach(candidate, control, context.plan)
+
+
+def watched(context: Context, router: Router, vigil: Vigil, played: Played) -> str | None:
+    """One look at a candidate that holds traffic; where something is wrong the traffic goes back before all else.
+
+    The reason, or None. Raises LeaseLostError and RouterError.
+    """
+    context.check()
+    trouble = vigil.trouble(played)
+    if trouble is not None:
+        lifecycle.withdraw(context, router, trouble)
+    return trouble

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -148,7 +149,7 @@ def _blind_rows(batch: Batch, spec: AttentionSpec) -> list[int]:
     return rows
 
 
-class PlannedFlashInfer(Planned):
+class PlannedFlashInfer(Planned, ABC):
     """What all kernels share: which features a call takes, the LSE, and re-planning."""
 
     features: frozenset[str] = frozenset()
@@ -192,13 +193,13 @@ class PlannedFlashInfer(Planned):
             raise UserError(f"{self.backend}: this batch needs another launch than the captured one; capture it anew")
         self.batch = batch
 
+    @abstractmethod
     def _make(self, batch: Batch) -> None:
         """Once: buffers, wrapper, module."""
-        raise NotImplementedError("each kernel plans its own call")
 
+    @abstractmethod
     def _schedule(self, batch: Batch) -> None:
         """For every batch: lengths and pages into the buffers, and FlashInfer's own plan."""
-        raise NotImplementedError("each kernel makes its own call")
 
     def _schedule_key(self) -> list[int]:
         """What a captured launch depends on, beside the contents of buffers."""

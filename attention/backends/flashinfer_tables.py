@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -38,9 +39,9 @@ class _PlannedTables(PlannedFlashInfer):
     def _limits(self, batch: Batch) -> tuple[int, int]:
         return max(batch.q_lens), max(batch.kv_lens)
 
+    @abstractmethod
     def _load(self) -> None:
         """Import what `run` calls, and compile it."""
-        raise NotImplementedError("each block-table kernel makes its own call")
 
     def _schedule(self, batch: Batch) -> None:
         tables = torch.zeros(self._tables_BW.shape, dtype=torch.int32)

@@ -13,7 +13,8 @@ from attention.bench_kernels import Row, write
 from attention.drift import read_rows, write_rows
 from attention.errors import UserError
 from attention.evidence import DISPATCHED, Step, backend_table, main, run_all, steps
-from attention.probe import Probe, probe_all
+from attention.probe import Probe
+from attention.probe_workers import probe_all
 from tests.attention.test_warm import case
 
 ROOT = Path(__file__).parents[2]

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from attention import probe as probing
-from attention import sdpa_says
+from attention import probe_workers, sdpa_says
 from attention.backends import create
 from attention.backends.base import AttentionSpec, Backend, Batch, Planned
 from attention.cases import AttentionCase
 from attention.checks import CHECKS
-from attention.probe import Probe, ProbeResult, failed_reasons, probe_all, probes_of, run_probe, was_not_reached
+from attention.probe import Probe, ProbeResult, failed_reasons, probes_of, run_probe, was_not_reached
+from attention.probe_workers import probe_all
 from attention.reasons import Code, Reason
 from attention.schemas import SCHEMAS
 
@@ -220,7 +221,7 @@ def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, chosen: list[Probe],
         "    print(*next(rows for case, rows in lines if case == probe['case']), sep='\\n', flush=True)\n"
     )
     worker.chmod(0o755)
-    monkeypatch.setattr(probing, "sys", SimpleNamespace(executable=str(worker)))
+    monkeypatch.setattr(probe_workers, "sys", SimpleNamespace(executable=str(worker)))
 
 
 def test_a_hang_is_a_timeout_and_later_probes_still_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +402,7 @@ def test_a_backend_that_hangs_leaves_the_others_their_turn_and_gets_another(
         .replace("print(*next(rows ", "print(*next([row.replace(slow, task['backend']) for row in rows] ")
     )
     worker.write_text(text)
-    monkeypatch.setattr(probing, "_SHORTEST_TURN_S", 1.0)
+    monkeypatch.setattr(probe_workers, "_SHORTEST_TURN_S", 1.0)
     found = probe_all((MATH, FLASH), CHOSEN, device="cpu", jobs=1, timeout_s=30.0, budget_s=8.0)
     by = {(r.backend, r.probe): r.status for r in found}
     assert {by[FLASH, p.name] for p in CHOSEN} == {"pass"}

@@ -159,7 +159,7 @@ def test_one_failure_stops_a_release_and_warnings_do_not() -> None:
 
 
 def test_names_and_paths_are_whole_at_eighty_columns() -> None:
-    folder = "/work/somebody/attention-release/data/models/smollm2-135m-instruct"
+    folder = "/srv/serving/attention-release/data/models/smollm2-135m-instruct"
     name = "record NVIDIA-H200 a-family-of-models"
     found = Finding(check=name, status="fail", found=f"{folder} is not complete", remedy="run `make setup`")
     console = Console(width=80, record=True, file=io.StringIO())
