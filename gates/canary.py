@@ -152,10 +152,11 @@ class ServedRow:
     nonfinite: bool
     wrong_backend: bool
     tpot_s: float | None
+    load: float = 1.0  # sequences in the steps that decoded it, on average
 
 
 _FAST = """side, coalesce(fault, true) as fault, coalesce(num_nonfinite, 0) > 0 as nonfinite,
-  ok and not confirmed as wrong, tpot_s"""
+  ok and not confirmed as wrong, tpot_s, greatest(coalesce(batch_size_mean, 1), 1) as load"""
 
 
 class _Follower:
@@ -180,9 +181,9 @@ class _Follower:
         with served_rows(self._lake, self._release_id, span, files) as tables:
             frame = rows_of(tables, self._release_id, self._which, _FAST)
         self._seen |= files
-        for side, fault, nonfinite, wrong, tpot_s in frame.itertuples(index=False):
+        for side, fault, nonfinite, wrong, tpot_s, load in frame.itertuples(index=False):
             measured = None if np.isnan(tpot_s) else float(tpot_s)
-            self._rows[side].append(ServedRow(bool(fault), bool(nonfinite), bool(wrong), measured))
+            self._rows[side].append(ServedRow(bool(fault), bool(nonfinite), bool(wrong), measured, float(load)))
 
 
 _follow = lru_cache(maxsize=4)(_Follower)
@@ -211,13 +212,24 @@ def breach(candidate: Sequence[ServedRow], control: Sequence[ServedRow], plan: P
 
 
 def _slow(candidate: Sequence[ServedRow], control: Sequence[ServedRow], limits: Limits) -> str | None:
-    """Median TPOT of the candidate's last requests against control's of the step."""
-    mine = [row.tpot_s for row in candidate if row.tpot_s is not None]
-    theirs = [row.tpot_s for row in control if row.tpot_s is not None]
-    least = int(limits.value("breach_candidate"))
-    if len(mine) < least or len(theirs) < limits.value("breach_control"):
+    """Median of TPOT over what control would take under the same load, of the candidate's last requests."""
+    mine = [(row.tpot_s, row.load) for row in candidate if row.tpot_s is not None]
+    theirs = [(row.tpot_s, row.load) for row in control if row.tpot_s is not None]
+    least, beside = int(limits.value("breach_candidate")), int(limits.value("breach_control"))
+    if len(mine) < least or len(theirs) < beside:
         return None
-    slow, usual = stdlib_statistics.median(mine[-least:]), stdlib_statistics.median(theirs)
-    if slow <= limits.value("breach_tpot_ratio") * usual:
+    ratio = stdlib_statistics.median(tpot_s / _at_load(load, theirs, beside) for tpot_s, load in mine[-least:])
+    if ratio <= limits.value("breach_tpot_ratio"):
         return None
-    return f"median TPOT of the candidate's last {least} requests is {slow / usual:.1f} times control's"
+    return f"median TPOT of the candidate's last {least} requests is {ratio:.1f} times control's at the same load"
+
+
+def _at_load(load: float, control: Sequence[tuple[float, float]], num: int) -> float:
+    """Most that control's TPOT would be at this load: median of the `num` rows nearest in load.
+
+    A row of a smaller load is taken times the loads' ratio. That is the most that a batch costs, running its
+    sequences one after another; on a CPU it is about what it does cost. Arms under unequal load are so compared
+    in the candidate's favour, and never the other way.
+    """
+    near = sorted(control, key=lambda row: abs(math.log(row[1] / load)))[:num]
+    return stdlib_statistics.median(tpot_s * max(1.0, load / its_load) for tpot_s, its_load in near)

@@ -35,7 +35,7 @@ LIVE = f"({CANDIDATE} or {CONTROL} or ({CHAMPION}))"
 # Without prompts and outputs, which are most of the bytes.
 _SERVED = """
 select release_id, fingerprint_id, gpu, model, time, side, request_id, session_id, role, shadow,
-  output_tokens, ttft_s, tpot_s, e2e_s, fallback, num_nonfinite, peak_memory_bytes, token_ids, error,
+  output_tokens, ttft_s, tpot_s, e2e_s, batch_size_mean, fallback, num_nonfinite, peak_memory_bytes, token_ids, error,
   confirmed_prefill, confirmed_decode,
   (status is null or status >= 500 or (status < 400 and (
     finish_reason is null or finish_reason = 'error'

@@ -1,9 +1,10 @@
 """Users, played: recorded requests sent through the router as clients would send them.
 
 Arrivals are open-loop at the plan's rate (a slow server does not slow its users down), with a bound
-on requests in flight, so that a demo on two cores cannot drown itself. Each request carries an
-`x-request-id`, which pairs it with its shadow, and an `x-session-id`, which keeps a conversation on one
-arm; sessions are new in every pass over the file.
+on requests in flight, so that a demo on two cores cannot drown itself. Each arm has its share of that
+bound: one bound for all was seen to leave ten requests on one of two equal arms and one on the other,
+which then compare by their load. Each request carries an `x-request-id`, which pairs it with its shadow,
+and an `x-session-id`, which keeps a conversation on one arm; sessions are new in every pass over the file.
 
 A streamed reply counts as whole only with its `[DONE]`: a backend that dies mid-stream leaves status
 200 and a torso.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 import uuid
 from collections import Counter
@@ -132,8 +134,8 @@ def play(
     """Send requests until `enough`, or `most` were sent, or `tick` (every 0.5 s) gives a reason to stop.
 
     What was sent is counted: requests in flight are waited for, `DRAIN_S` where there was a reason to stop, and
-    what is not answered by then is lost. Exceptions of `tick` pass through after that. `shares`, the router's, tell
-    who lost a request that nobody answered.
+    what is not answered by then is lost. Exceptions of `tick` pass through after that. `shares`, the router's, split
+    `max_in_flight` between the arms, and tell who lost a request that nobody answered.
     """
     return asyncio.run(_play(arrivals, url, max_in_flight, enough, most, tick, model, shares))
 
@@ -148,21 +150,20 @@ async def _play(
     model: str | None,
     shares: Shares | None,
 ) -> Played:
-    played, room, tasks = Played(), asyncio.Semaphore(max_in_flight), set[asyncio.Task[None]]()
+    played, tasks = Played(), set[asyncio.Task[None]]()
+    rooms = {role: asyncio.Semaphore(num) for role, num in _most_of_each(max_in_flight, shares).items()}
     limits = httpx.Limits(max_connections=max_in_flight + 4)
     failure: list[BaseException] = []
 
-    async def one(client: httpx.AsyncClient, request: TrafficRequest) -> None:
+    async def one(client: httpx.AsyncClient, request: TrafficRequest, role: str) -> None:
         try:
             reply = await _send(client, request, model, played.begun)
         except asyncio.CancelledError:
             reply = Reply("", 0, False, "", "", 0.0, "not answered when the play was cut short")
         try:
-            if not reply.role and shares is not None:
-                reply = replace(reply, role=role_on_ring(request.session_id, shares))
-            played.replies.append(reply)
+            played.replies.append(reply if reply.role else replace(reply, role=role))
         finally:
-            room.release()
+            rooms[role].release()
 
     async def ticking() -> None:
         while True:
@@ -187,10 +188,11 @@ async def _play(
             while played.sent < most and not over():
                 arrival, request = next(arrivals)
                 await _until(started + arrival, over)
-                if not await _acquired(room, over):
+                role = role_on_ring(request.session_id, shares) if shares is not None else ""
+                if not await _acquired(rooms[role], over):
                     break
                 played.sent += 1
-                task = asyncio.create_task(one(client, request))
+                task = asyncio.create_task(one(client, request, role))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
             while tasks and played.stopped is None:
@@ -206,6 +208,13 @@ async def _play(
     if failure:
         raise failure[0]
     return played
+
+
+def _most_of_each(max_in_flight: int, shares: Shares | None) -> dict[str, int]:
+    """Requests that each arm may hold at once: its share of them all, rounded up. One nameless arm without shares."""
+    if shares is None:
+        return {"": max_in_flight}
+    return {role: math.ceil(max_in_flight * share / 100) for role, share in shares.model_dump().items()}
 
 
 async def _acquired(room: asyncio.Semaphore, stop: Callable[[], bool]) -> bool:

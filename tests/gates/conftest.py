@@ -164,6 +164,7 @@ class Evidence:
             "resolved_decode": backend,
             "confirmed_decode": backend,
             "fallback": False,
+            "batch_size_mean": 1.0,
             "num_nonfinite": 0,
             "peak_memory_bytes": 1_000_000_000,
             "token_ids": list(range(16)),

@@ -206,9 +206,9 @@ def test_an_empty_lake_is_inconclusive(evidence: Any, plan: Plan) -> None:
     assert judge(evidence, plan, client=ClientOutcome(0, 0, 0)).verdict is Verdict.INCONCLUSIVE
 
 
-def rows(num: int, tpot_s: float = 0.02, **change: bool) -> list[ServedRow]:
+def rows(num: int, tpot_s: float = 0.02, load: float = 1.0, **change: bool) -> list[ServedRow]:
     flags = {"fault": False, "nonfinite": False, "wrong_backend": False} | change
-    return [ServedRow(tpot_s=tpot_s, **flags) for _ in range(num)]
+    return [ServedRow(tpot_s=tpot_s, load=load, **flags) for _ in range(num)]
 
 
 def test_a_sound_step_has_no_breach(plan: Plan) -> None:
@@ -235,6 +235,33 @@ def test_old_faults_few_rows_and_a_control_that_is_slow_too_are_no_breach(plan: 
     assert breach(rows(11, 0.9), rows(8), plan) is None
     assert breach(rows(12, 0.9), rows(7), plan) is None
     assert breach(rows(12, 0.9), rows(8, 0.4), plan) is None
+
+
+@pytest.mark.parametrize(
+    ("candidate_rows", "control_rows", "breaks"),
+    [
+        # As seen of a sound candidate with ten requests at once beside a control with one or two.
+        (rows(12, 0.60, load=9), [*rows(20, 0.09, load=1.5), *rows(8, 0.17, load=3.6)], False),
+        (rows(12, 2.40, load=9), [*rows(20, 0.09, load=1.5), *rows(8, 0.17, load=3.6)], True),
+        # Only the control's rows of a like load count: here it has them.
+        (rows(12, 0.60, load=9), [*rows(20, 0.09, load=1.5), *rows(8, 0.15, load=8.8)], True),
+        # A control that is loaded more proves nothing against its TPOT at a lower load, however slow that is ...
+        (rows(12, 0.10, load=1), rows(20, 0.05, load=8), False),
+        # ... but a candidate that takes three times as long at a fraction of the load is slow.
+        (rows(12, 0.20, load=1), rows(20, 0.05, load=8), True),
+    ],
+)
+def test_arms_are_compared_at_the_same_load(
+    plan: Plan, candidate_rows: list[ServedRow], control_rows: list[ServedRow], breaks: bool
+) -> None:
+    assert ("at the same load" in (breach(candidate_rows, control_rows, plan) or "")) is breaks
+
+
+def test_the_load_of_a_row_is_the_batch_that_it_ran_in(evidence: Any) -> None:
+    evidence.fingerprints()
+    evidence.step(candidate({"batch_size_mean": 6.5}), num=3)
+    mine, _ = canary.recent(evidence.lake, evidence.release, share=20, span=evidence.span)
+    assert [row.load for row in mine] == [6.5] * 3
 
 
 def test_the_fast_layer_sees_new_rows_and_reads_no_file_twice(

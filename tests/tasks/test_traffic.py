@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -154,6 +154,34 @@ def test_no_more_are_in_flight_than_allowed() -> None:
     with server(slow) as port:
         played = run(requests(12), port, 12, max_in_flight=3)
     assert (played.outcome().ok, most_open) == (12, 3)
+
+
+def test_an_arm_that_hangs_holds_no_more_than_its_share_of_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.traffic.DRAIN_S", 0.1)
+    shares = Shares(champion=60, control=20, candidate=20)
+    asked, hanging = Counter[str](), threading.Event()
+
+    def slow(handler: http.server.BaseHTTPRequestHandler) -> None:
+        role = role_on_ring(handler.headers["x-session-id"], shares)
+        asked[role] += 1
+        if role == "candidate":
+            hanging.wait(20)
+        with suppress(OSError):
+            send(handler, 200, b'{"choices": [{"finish_reason": "stop"}]}')
+
+    until = time.monotonic() + 1.0
+    with server(slow) as port:
+        run(
+            requests(100),
+            port,
+            100,
+            shares=shares,
+            max_in_flight=8,
+            tick=lambda so_far: "that was a second" if time.monotonic() > until else None,
+        )
+        hanging.set()
+    assert asked["candidate"] == 2  # 20 % of 8, rounded up
+    assert asked["champion"] >= 3  # who answer go on up to the request that has no room
 
 
 def test_a_reason_to_stop_ends_it_at_the_next_tick() -> None:
