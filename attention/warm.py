@@ -45,7 +45,7 @@ COMPILING = {
     "flex_attention:triton": Share(4),
     "flashinfer:fa2": Share(4, cores=2),
     "flashinfer:xqa": Share(3, cores=2),
-    "flashinfer:fa3": Share(3, cores=2),
+    "flashinfer:fa3": Share(3, cores=4),
 }
 _COMMAND = (sys.executable, "-m", "attention.warm", "--worker")
 
@@ -133,7 +133,7 @@ def compile_all(
     *,
     device: str,
     jobs: int,
-    timeout_s: float = 240.0,
+    timeout_s: float = 600.0,
     deadline: float | None = None,
     heard: Callable[[Compiled], None] = lambda row: None,
     command: Sequence[str] = _COMMAND,
@@ -245,7 +245,11 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--budget-s", type=float, help="seconds for all; what is left is not run")
-    parser.add_argument("--resume", action="store_true", help="keep the rows of --out whose code is in the caches")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the rows of --out whose code is in the caches; what failed is tried again",
+    )
     options = parser.parse_args()
     from attention.cells import load_cells
 
@@ -255,7 +259,7 @@ def main() -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    rows = [row for row in earlier_rows(options.out) if row.error != NOT_RUN] if options.resume else []
+    rows = [row for row in earlier_rows(options.out) if row.error is None] if options.resume else []
     for row in rows:
         wanted.get(row.backend, {}).pop(row.kind, None)
     before = jit.outputs()

@@ -187,11 +187,13 @@ class _Fa2(_PlannedFlash):
     def _options(self) -> dict[str, Any]:
         """Arguments of both public functions."""
         left, right = bounds(self.spec)
+        alone = left is None and right == 0
         return {
             "block_table": self._table,
             "softmax_scale": self.spec.scale,
             "causal": right == 0,
-            "window_size": (-1 if left is None else left, -1 if right is None else right),
+            # Causal alone, as a user writes it: a bound of 0 beside it would keep a KV head's queries from one tile.
+            "window_size": (-1 if left is None else left, -1 if right is None or alone else right),
             "softcap": self.spec.softcap or 0.0,
         }
 

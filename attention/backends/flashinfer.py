@@ -103,12 +103,16 @@ class _PlannedWrapper(PlannedFlashInfer):
         scales = {"k_scale": self.spec.k_scale, "v_scale": self.spec.v_scale}
         self._run_options = scales if self.spec.kv_dtype is not None else {}
         self._run_args: tuple[Any, ...] = ()
+        self._flat = batch.layout == "contiguous"
+        self._is_plain = self.spec.kv_dtype is None and self._sinks is None
 
     def run(
         self, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        pages = (self._as_pages(k_NPGD), self._as_pages(v_NPGD))
+        pages = (self._as_pages(k_NPGD), self._as_pages(v_NPGD)) if self._flat else (k_NPGD, v_NPGD)
         if not self._lse:
+            if self._is_plain:  # the call of every layer: nothing to unpack
+                return self._wrapper.run(q_THD, pages), None
             return self._wrapper.run(q_THD, pages, *self._run_args, **self._run_options), None
         out, lse = self._wrapper.run(q_THD, pages, *self._run_args, return_lse=True, **self._run_options)
         return out, self._natural(lse)

@@ -29,6 +29,8 @@ from attention.errors import UserError
 from attention.matrix import declared_reasons
 from attention.reasons import Reason
 
+#: Queries of a block of the mask. PyTorch's kernel for short queries wants all query heads of a KV head in one.
+_QUERY_BLOCK = 128
 #: Each dtype, head shape, feature and structure compiles anew; beyond the limit, `fullgraph` would raise.
 _RECOMPILES = 256
 
@@ -62,8 +64,12 @@ def attend(
     block_mask: Any,
     scale: float,
     sinks_H1: torch.Tensor | None,
+    long: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [R, H, Q, D_vo] and LSE [R, H, Q], with the sinks' share taken out of the one and in the other."""
+    """Output [R, H, Q, D_vo] and LSE [R, H, Q], with the sinks' share taken out of the one and in the other.
+
+    `long` forbids the kernel for short queries, which PyTorch takes below 128 of them, whether they fit or not.
+    """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     out, aux = flex_attention(
@@ -75,6 +81,7 @@ def attend(
         scale=scale,
         enable_gqa=q_RHQD.shape[1] != k_RGKD.shape[1],
         return_aux=AuxRequest(lse=True),
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True} if long else None,
     )
     lse: Any = aux.lse
     if sinks_H1 is not None:
@@ -109,9 +116,11 @@ class _PlannedFlex(Planned):
         self._score_mod = _score_mod(spec, diagonal)
         mask_mod = _mask_mod(first, last, begin, custom)
         self._block_mask = create_block_mask(
-            mask_mod, self._rows, None, self._queries, self._keys, device=self._where.type
+            mask_mod, self._rows, None, self._queries, self._keys, device=self._where.type, BLOCK_SIZE=_QUERY_BLOCK
         )
         self._sinks_H1 = None if spec.sinks is None else torch.tensor(spec.sinks, device=self._where)[:, None]
+        # _inductor/kernel/flex/flex_decoding.py: no choice is left where its block is longer than the mask's.
+        self._long = self._queries * spec.heads_q // spec.heads_kv > _QUERY_BLOCK
         self._attend = _compiled()
 
     def run(
@@ -126,6 +135,7 @@ class _PlannedFlex(Planned):
             self._block_mask,
             self.spec.scale,
             self._sinks_H1,
+            self._long,
         )
         return out.transpose(1, 2).reshape(*q_THD.shape[:2], -1), lse.transpose(1, 2).reshape(q_THD.shape[:2])
 
@@ -206,7 +216,10 @@ def _mask_mod(
 
 
 def _score_mod(spec: AttentionSpec, diagonal: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-    cap, slopes = spec.softcap, None
+    cap = slopes = None
+    if spec.softcap is not None:
+        # A tensor: a second value of a float would be traced as a symbol, which the lowering of 2.11 cannot take.
+        cap = torch.tensor(spec.softcap, dtype=torch.float32, device=diagonal.device)
     if spec.alibi_slopes is not None:
         slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=diagonal.device)
     if cap is None and slopes is None:

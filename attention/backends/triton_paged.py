@@ -186,6 +186,9 @@ class TritonPaged:
         if not spec.scale > 0:
             raise UserError(f"{self.name}: the softmax scale must be positive, not {spec.scale}")
         prefill = self._prefill or default_tiles(_PREFILL, spec, batch.page_size)
+        if batch.masks is not None:
+            # The pipeline holds the mask's blocks too, and shared memory (227 KiB on Hopper) is full of keys.
+            prefill = replace(prefill, num_stages=min(2, prefill.num_stages))
         decode = self._decode or default_tiles(_DECODE, spec, batch.page_size)
         return _PlannedPaged(batch, spec, self.device, graph=graph, prefill=prefill, decode=decode)
 

@@ -194,8 +194,11 @@ def same_bits(one: Result, other: Result) -> bool:
 
 
 def gap(one: Result, other: Result) -> str:
-    """The size of a difference that rounding may explain, for messages."""
-    return f"max abs {float((one[0].double() - other[0].double()).abs().max()):.3g}"
+    """The size of a difference that rounding may explain, for messages; that of the LSE where it is another's."""
+    found = f"max abs {float((one[0].double() - other[0].double()).abs().max()):.3g}"
+    if one[1] is None or other[1] is None or torch.equal(one[1], other[1]):
+        return found
+    return f"{found}, of the LSE {float((one[1].double() - other[1].double()).abs().max()):.3g}"
 
 
 def sinks_over(kv_len: int, heads_q: int) -> tuple[float, ...]:

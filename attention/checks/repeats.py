@@ -178,6 +178,7 @@ def graph_replay(backend: Backend, case: AttentionCase, device: str) -> list[Rea
     return replayed(backend, case, device, _cuda_capture)
 
 
+@torch.inference_mode()
 def replayed(backend: Backend, case: AttentionCase, device: str, capture: Capture) -> list[Reason]:
     """`graph_replay` with the way to capture as an argument."""
     if case.custom_mask:

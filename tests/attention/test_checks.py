@@ -469,8 +469,9 @@ def test_a_member_that_is_wrong_in_company_is_drift() -> None:
 
 
 def emulated(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-    """A captured graph, as far as the CPU has one: static output that each replay fills."""
-    out = planned.run(q, k, v)[0].clone()
+    """A captured graph, as far as the CPU has one: static output, made in inference mode, that each replay fills."""
+    with torch.inference_mode():
+        out = planned.run(q, k, v)[0].clone()
     return out, lambda: out.copy_(planned.run(q, k, v)[0])
 
 
