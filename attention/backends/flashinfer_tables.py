@@ -91,6 +91,7 @@ class PlannedXqa(_PlannedTables):
     def run(
         self, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        _check_contiguous(self.backend, q_THD, k_NPGD, v_NPGD)  # the kernel takes no strides, and FlashInfer asks not
         out = self._call(
             q_THD,
             (k_NPGD, v_NPGD),
@@ -212,9 +213,7 @@ class PlannedCudnn(_PlannedTables):
     def run(
         self, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not (q_THD.is_contiguous() and k_NPGD.is_contiguous() and v_NPGD.is_contiguous()):
-            # FlashInfer finds a built graph again without its strides.
-            raise ValueError(f"{self.backend}: q, k and v must be contiguous")
+        _check_contiguous(self.backend, q_THD, k_NPGD, v_NPGD)  # a built graph is found again without its strides
         if self.batch.layout == "paged_nhd":  # cuDNN reads [N, G, P, D] by strides
             k_NPGD, v_NPGD = k_NPGD.transpose(1, 2), v_NPGD.transpose(1, 2)
         result = self._call(q_THD, k_NPGD, v_NPGD, self.spec.scale, self._workspace, **self._options)
@@ -241,6 +240,11 @@ class PlannedCudnn(_PlannedTables):
 
 
 _cudnn_graphs: dict[tuple[Any, ...], tuple[float, str]] = {}
+
+
+def _check_contiguous(backend: str, *tensors: torch.Tensor) -> None:
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise ValueError(f"{backend}: q, k and v must be contiguous")
 
 
 def _power_of_two(number: int) -> int:

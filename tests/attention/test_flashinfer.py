@@ -191,6 +191,17 @@ def test_a_contiguous_cache_is_seen_as_pages_that_divide_it(
     assert (k.data_ptr(), v.data_ptr()) == (problem.k.data_ptr(), problem.v.data_ptr()), "a view, not a copy"
 
 
+@pytest.mark.parametrize("kernel", ["cudnn", "xqa"])
+def test_what_reads_no_strides_refuses_them(calls: list[fake.Call], kernel: str) -> None:
+    """On an H200, XQA read a cache of other strides as if it were dense, and said nothing."""
+    problem = make(case("q1s48_q1s16", dtype="bfloat16"), "normal", 1)
+    planned = plan(kernel, problem)
+    planned.run(problem.q_THD, problem.k, problem.v)
+    turned = problem.k.transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match=f"flashinfer:{kernel}: q, k and v must be contiguous"):
+        planned.run(problem.q_THD, turned, problem.v)
+
+
 def test_a_contiguous_cache_of_another_length_is_refused(calls: list[fake.Call]) -> None:
     problem = make(case("q1s48_q1s16", layout="contiguous"), "normal", 1)
     with pytest.raises(ValueError, match="planned for a contiguous cache of 48 rows, not 40"):
