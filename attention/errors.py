@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import reprlib
 import sys
 from collections.abc import Callable, Iterable
@@ -59,12 +60,20 @@ def is_dir(path: Path) -> bool:
         return False
 
 
+_FOLDERS = re.compile(r"(?<![\w/])(?:/[\w.+@-]+)+/(?=[\w.-]+\.py\b)")
+
+
 def readable(text: str) -> str:
     """What a person typed in another encoding than UTF-8, with `?` in a diamond for what cannot be read.
 
     Python keeps such bytes as half characters, which no file in UTF-8 can hold.
     """
     return os.fsencode(text).decode("utf-8", "replace")
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's text in one line, its source files by name alone: evidence travels, folders do not."""
+    return _FOLDERS.sub("", " ".join(str(error).split()))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from threading import Thread
 from typing import IO, Any
 
+from attention.errors import one_line
 from attention.lifetime import die_with_parent, end_group
 
 NOT_RUN = "not run: the time was spent before it"
@@ -189,4 +190,4 @@ def worker() -> Iterator[tuple[dict[str, Any], Channel]]:
 
 def short(error: Exception) -> str:
     """An exception in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:240]}"
+    return f"{type(error).__name__}: {one_line(error)[:240]}"

@@ -16,6 +16,7 @@ import torch
 from attention.backends.base import Backend
 from attention.backends.oracle import Truth
 from attention.cases import AttentionCase, Sequence, phase_of
+from attention.errors import one_line
 from attention.reasons import Code, Reason
 from attention.replay.figures import compare
 from attention.replay.problems import Member, Problem, build, members_of, spec_of
@@ -85,7 +86,7 @@ _WORDS: tuple[tuple[str, Code], ...] = (
 
 def raised(stage: str, error: Exception, default: Code = Code.LAUNCH_FAILED) -> Reason:
     """The reason of an exception: the dimension that its text names, else `default`."""
-    text = " ".join(str(error).split())[:400] or type(error).__name__
+    text = one_line(error)[:400] or type(error).__name__
     named = next((code for words, code in _WORDS if re.search(words, text, re.IGNORECASE)), None)
     code = named or (Code.IMPORT_FAILED if isinstance(error, ImportError) else default)
     return reason(code, stage, type(error).__name__, "no exception", text)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attention.errors import UserError, nearest, piped
+from attention.errors import UserError, nearest, one_line, piped
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,15 @@ def test_what_the_system_refused_names_the_file() -> None:
         Path("x" * 5000).read_text()
     assert str(UserError.of_system(raised.value)).endswith("xx: File name too long")
     assert str(UserError.of_system(OSError("odd"))) == "odd"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('File "/home/me/repo/attention/backends/flex.py", line 69,\n in attend', 'File "flex.py", line 69, in attend'),
+        ("wants int32; see https://host/pytorch/rfcs.py and /etc/hosts", None),
+        ("ratio 3/4 of kv/head.py", None),
+    ],
+)
+def test_an_exception_in_one_line_names_source_files_without_their_folders(text: str, line: str | None) -> None:
+    assert one_line(RuntimeError(text)) == (line or text)
