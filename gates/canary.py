@@ -42,7 +42,7 @@ from gates.served import (
     served_rows,
 )
 from gates.thresholds import Limits, load_limits
-from gates.verdict import Check, fail_closed
+from gates.verdict import Breach, Check, fail_closed
 
 _COLUMNS = "request_id, ok, output_tokens, ttft_s, tpot_s, epoch(time) as at_s"
 _QUANTILES = {"p50": 0.50, "p95": 0.95}
@@ -197,21 +197,22 @@ def recent(lake: Path, release_id: str, *, share: int, span: Span) -> tuple[list
     return _follow(lake, release_id, share, span.start).poll()
 
 
-def breach(candidate: Sequence[ServedRow], control: Sequence[ServedRow], plan: Plan) -> str | None:
+def breach(candidate: Sequence[ServedRow], control: Sequence[ServedRow], plan: Plan) -> Breach | None:
     """Why the step must end now, or None. Rows are the step's so far, oldest first."""
     limits = load_limits("canary", plan.name)
-    if any(row.nonfinite for row in candidate):
-        return "a candidate request produced NaN or Inf logits"
-    if any(row.wrong_backend for row in candidate):
-        return "a candidate request ran another backend than the resolved one"
-    last = candidate[-int(limits.value("breach_last")) :]
+    if nonfinite := sum(row.nonfinite for row in candidate):
+        return Breach("a candidate request produced NaN or Inf logits", nonfinite, limits.value("none"))
+    if wrong := sum(row.wrong_backend for row in candidate):
+        why = "a candidate request ran another backend than the resolved one"
+        return Breach(why, wrong, limits.value("none"))
+    last, most = candidate[-int(limits.value("breach_last")) :], limits.value("breach_errors")
     faults = sum(row.fault for row in last)
-    if faults >= limits.value("breach_errors"):
-        return f"{faults} of the candidate's last {len(last)} requests failed"
+    if faults >= most:
+        return Breach(f"{faults} of the candidate's last {len(last)} requests failed", faults, most - 1)
     return _slow(candidate, control, limits)
 
 
-def _slow(candidate: Sequence[ServedRow], control: Sequence[ServedRow], limits: Limits) -> str | None:
+def _slow(candidate: Sequence[ServedRow], control: Sequence[ServedRow], limits: Limits) -> Breach | None:
     """Median of TPOT over what control would take under the same load, of the candidate's last requests."""
     mine = [(row.tpot_s, row.load) for row in candidate if row.tpot_s is not None]
     theirs = [(row.tpot_s, row.load) for row in control if row.tpot_s is not None]
@@ -219,9 +220,10 @@ def _slow(candidate: Sequence[ServedRow], control: Sequence[ServedRow], limits: 
     if len(mine) < least or len(theirs) < beside:
         return None
     ratio = stdlib_statistics.median(tpot_s / _at_load(load, theirs, beside) for tpot_s, load in mine[-least:])
-    if ratio <= limits.value("breach_tpot_ratio"):
+    if ratio <= (most := limits.value("breach_tpot_ratio")):
         return None
-    return f"median TPOT of the candidate's last {least} requests is {ratio:.1f} times control's at the same load"
+    why = f"median TPOT of the candidate's last {least} requests is {ratio:.1f} times control's at the same load"
+    return Breach(why, ratio, most)
 
 
 def _at_load(load: float, control: Sequence[tuple[float, float]], num: int) -> float:

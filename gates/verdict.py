@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -122,6 +123,26 @@ class GateReport(BaseModel):
         }
         rows = [{**common, **check.model_dump(mode="json")} for check in self.checks]
         return write_rows(lake, "gate_results", rows, release_id=release_id)
+
+
+@dataclass(frozen=True)
+class Breach:
+    """Why a candidate must lose its traffic at once: in words, and as a figure above its limit where there is one."""
+
+    why: str
+    observed: float | None = None
+    limit: float | None = None
+
+    def check(self, num_evidence: int = 0) -> Check:
+        """The failed check of the stage that it ended."""
+        return Check(
+            check="breach",
+            verdict=Verdict.FAIL,
+            observed=self.observed,
+            limit=self.limit,
+            num_evidence=num_evidence,
+            message=f"breach: {self.why}",
+        )
 
 
 def error_check(check: str, message: str) -> Check:

@@ -17,7 +17,7 @@ from typing import Any
 from data.requests import TrafficRequest
 from gates import canary as gate
 from gates.served import CANDIDATE, CHAMPION, CONTROL, ClientOutcome, Span
-from gates.verdict import Check, GateReport, Verdict, error_check
+from gates.verdict import Breach, Check, GateReport, Verdict
 from tasks.context import Context, StageOutcome
 from tasks.envoy_config import SHADOW_CONCURRENCY
 from tasks.moves import move, settle
@@ -91,9 +91,9 @@ def _judged(
     report = GateReport(stage="canary", checks=())
     for turn in range(plan.max_extensions + 1):
         wanted = plan.min_candidate_requests * (turn + 1)
-        stopped = _gather(context, router, step, arrivals, wanted)
-        if stopped is not None:
-            return GateReport(stage="canary", checks=(_breach(step, stopped),))
+        breach = _gather(context, router, step, arrivals, wanted)
+        if breach is not None:
+            return GateReport(stage="canary", checks=(breach.check(step.served("candidate")),))
         span = Span(step.start, datetime.now(UTC))
         report = gate.judge(
             context.lake, context.release_id, context.plan, share=step.share, span=span, client=step.client()
@@ -108,7 +108,7 @@ def _judged(
 
 def _gather(
     context: Context, router: EnvoyRouter, step: _Step, arrivals: Iterator[tuple[float, TrafficRequest]], wanted: int
-) -> str | None:
+) -> Breach | None:
     """Play until the candidate served `wanted` requests in this step; the breach that ended it early."""
     have = step.served("candidate")
     missing = wanted - have
@@ -128,10 +128,11 @@ def _gather(
         shares=shares_of(step.share),
     )
     step.played.append(played)
-    if played.stopped is None:
-        arms = {CANDIDATE: "candidate", CONTROL: "control", CHAMPION: "champion"}
-        settle(context, step.start, {which: step.served(role) for which, role in arms.items()})
-    return played.stopped
+    if played.stopped is not None:
+        return vigil.breach or Breach(played.stopped)
+    arms = {CANDIDATE: "candidate", CONTROL: "control", CHAMPION: "champion"}
+    settle(context, step.start, {which: step.served(role) for which, role in arms.items()})
+    return None
 
 
 def _from_now(arrivals: Iterator[tuple[float, TrafficRequest]]) -> Iterator[tuple[float, TrafficRequest]]:
@@ -145,8 +146,3 @@ def _from_now(arrivals: Iterator[tuple[float, TrafficRequest]]) -> Iterator[tupl
 def _whose(client: ClientOutcome) -> str:
     beside = ", ".join(f"{num} by the {role}" for role, num in sorted(client.elsewhere.items()))
     return f" ({beside})" if beside else ""
-
-
-def _breach(step: _Step, why: str) -> Check:
-    check = error_check("breach", why)
-    return check.model_copy(update={"verdict": Verdict.FAIL, "num_evidence": step.served("candidate")})

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from data.requests import TrafficRequest
 from gates import expand as gate
 from gates.served import CANDIDATE, Span
-from gates.verdict import GateReport, Verdict, error_check
+from gates.verdict import Breach, GateReport
 from tasks.context import Context, StageOutcome
 from tasks.instances import command_of
 from tasks.moves import move, settle
@@ -43,8 +43,8 @@ def run(context: Context, router: EnvoyRouter, requests: list[TrafficRequest]) -
     )
     outcome = played.outcome()
     if played.stopped is not None:
-        breach = error_check("breach", played.stopped).model_copy(update={"verdict": Verdict.FAIL})
-        report = GateReport(stage="expand", checks=(breach,))
+        breach = vigil.breach or Breach(played.stopped)
+        report = GateReport(stage="expand", checks=(breach.check(outcome.sent),))
         return StageOutcome(report, {"sent": outcome.sent, "lost": outcome.lost})
     settle(context, start, {CANDIDATE: played.of("candidate")})
     span = Span(start, datetime.now(UTC))

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from gates import canary as gate
 from gates.served import Span
 from gates.thresholds import load_limits
+from gates.verdict import Breach
 from tasks import lifecycle
 from tasks.context import Context
 from tasks.processes import ask_health, is_alive
@@ -38,33 +39,38 @@ class Vigil:
         limits = load_limits("canary", context.plan.name)
         self._last, self._errors = int(limits.value("breach_last")), int(limits.value("breach_errors"))
         self._counted: tuple[int, int] | None = None  # requests and errors where the router's count began
+        self.breach: Breach | None = None  # what `trouble` found last
 
     def trouble(self, played: Played | None = None) -> str | None:
         """Why the candidate must not keep its traffic, or None."""
         record = self._context.store.load()
         if record.candidate_instance is None:
-            return "the record names no candidate instance"
-        return (
-            self._silent(record.candidate_instance)
-            or (record.control_instance and self._silent(record.control_instance))
-            or self._lost(played)
-            or self._failed()
-            or self._breach()
-        )
+            self.breach = Breach("the record names no candidate instance")
+        else:
+            self.breach = (
+                self._silent(record.candidate_instance)
+                or (record.control_instance and self._silent(record.control_instance))
+                or self._lost(played)
+                or self._failed()
+                or self._slow_or_wrong()
+            )
+        return None if self.breach is None else self.breach.why
 
-    def _silent(self, instance: Instance) -> str | None:
+    def _silent(self, instance: Instance) -> Breach | None:
         if not is_alive(instance.pid, instance.started):
-            return f"the process of {instance.name} died"
+            return Breach(f"the process of {instance.name} died")
         self._missed[instance.name] = 0 if ask_health(instance.port) is not None else self._missed[instance.name] + 1
-        return f"{instance.name} does not answer /health" if self._missed[instance.name] >= MISSES else None
+        return Breach(f"{instance.name} does not answer /health") if self._missed[instance.name] >= MISSES else None
 
-    def _lost(self, played: Played | None) -> str | None:
+    def _lost(self, played: Played | None) -> Breach | None:
         replies = played.replies[-self._last :] if played is not None else []
         # What champion, control or router lost is not the candidate's.
         lost = sum(not reply.ok and reply.role not in OTHERS for reply in replies)
-        return f"users lost {lost} of the last {len(replies)} requests" if lost >= self._errors else None
+        if lost < self._errors:
+            return None
+        return Breach(f"users lost {lost} of the last {len(replies)} requests", lost, self._errors - 1)
 
-    def _failed(self) -> str | None:
+    def _failed(self) -> Breach | None:
         """Errors by the router's count, over windows of as many requests as the limit speaks of."""
         if self._router is None:
             return None
@@ -77,12 +83,13 @@ class Vigil:
             self._counted = (total, errors)
         served, failed = total - self._counted[0], errors - self._counted[1]
         if failed >= self._errors and failed * self._last >= self._errors * served:
-            return f"{failed} of the candidate's last {served} requests failed, by the router's count"
+            why = f"{failed} of the candidate's last {served} requests failed, by the router's count"
+            return Breach(why, failed, self._errors - 1)
         if served >= self._last:
             self._counted = (total, errors)
         return None
 
-    def _breach(self) -> str | None:
+    def _slow_or_wrong(self) -> Breach | None:
         if self._since is None:
             return None
         context, span = self._context, Span(self._since, datetime.now(UTC))

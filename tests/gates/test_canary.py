@@ -217,16 +217,21 @@ def test_a_sound_step_has_no_breach(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("candidate_rows", "why"),
+    ("candidate_rows", "why", "observed", "limit"),
     [
-        ([*rows(3), *rows(1, nonfinite=True)], "NaN"),
-        ([*rows(3), *rows(1, wrong_backend=True)], "another backend"),
-        ([*rows(3), *rows(5, fault=True)], "5 of the candidate's last 8"),
-        ([*rows(30), *rows(12, 0.07)], "3.5 times control's"),
+        ([*rows(3), *rows(1, nonfinite=True)], "NaN", 1, 0),
+        ([*rows(3), *rows(1, wrong_backend=True)], "another backend", 1, 0),
+        ([*rows(3), *rows(5, fault=True)], "5 of the candidate's last 8", 5, 4),
+        ([*rows(30), *rows(12, 0.07)], "3.5 times control's", 3.5, 3),
     ],
 )
-def test_a_breach_ends_the_step_at_once(plan: Plan, candidate_rows: list[ServedRow], why: str) -> None:
-    assert why in (breach(candidate_rows, rows(8), plan) or "")
+def test_a_breach_ends_the_step_at_once(
+    plan: Plan, candidate_rows: list[ServedRow], why: str, observed: float, limit: float
+) -> None:
+    found = breach(candidate_rows, rows(8), plan)
+    assert found is not None and why in found.why
+    check = found.check(num_evidence=len(candidate_rows))
+    assert (check.verdict, check.observed, check.limit) == (Verdict.FAIL, pytest.approx(observed), limit)
 
 
 def test_old_faults_few_rows_and_a_control_that_is_slow_too_are_no_breach(plan: Plan) -> None:
@@ -254,7 +259,8 @@ def test_old_faults_few_rows_and_a_control_that_is_slow_too_are_no_breach(plan: 
 def test_arms_are_compared_at_the_same_load(
     plan: Plan, candidate_rows: list[ServedRow], control_rows: list[ServedRow], breaks: bool
 ) -> None:
-    assert ("at the same load" in (breach(candidate_rows, control_rows, plan) or "")) is breaks
+    found = breach(candidate_rows, control_rows, plan)
+    assert (found is not None and "at the same load" in found.why) is breaks
 
 
 def test_the_load_of_a_row_is_the_batch_that_it_ran_in(evidence: Any) -> None:
@@ -276,6 +282,6 @@ def test_the_fast_layer_sees_new_rows_and_reads_no_file_twice(
     evidence.step(candidate({"num_nonfinite": 1}), num=1)
     mine, beside = canary.recent(evidence.lake, evidence.release, **ask)
     assert (len(mine), len(beside)) == (41, 41)
-    assert "NaN" in (breach(mine, beside, plan) or "")
+    assert "NaN" in breach(mine, beside, plan).why
     monkeypatch.setattr(canary, "served_rows", None)  # nothing new: nothing is opened
     assert len(canary.recent(evidence.lake, evidence.release, **ask)[0]) == 41
