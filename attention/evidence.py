@@ -85,14 +85,15 @@ def steps(
         command = [*python, module, *argv, "--device", device, *(["--resume"] if resume else [])]
         return lambda limit_s: [*command, "--budget-s", f"{max(1.0, limit_s - _MARGIN_S):.0f}"]
 
-    cells_of = ["--cells", str(cells), "--jobs", jobs]
-    probe = ["probe", *cells_of, "--backends", backends, "--compiled", compiled, "--timeout-s", "120"]
+    compile_ = ["--cells", str(cells), "--jobs", str(os.cpu_count() or 2), "--out", compiled]
+    probe = ["probe", "--cells", str(cells), "--jobs", jobs]
+    probe += ["--backends", backends, "--compiled", compiled, "--timeout-s", "120"]
     kernels = ["--jobs", "8", *(["--small"] if small else []), "--out", str(out / "kernels.json")]
     dispatch = ["--backends", ",".join(DISPATCHED), "--out", str(out / "dispatch.json")]
     dispatch += [] if calls is None else ["--calls", str(calls)]
     return [
         Step("fingerprint_before", lambda limit_s: fingerprint, 5, "fingerprint.json#before"),
-        Step("compile", within("attention.warm", *cells_of, "--out", compiled), 25),
+        Step("compile", within("attention.warm", *compile_), 25),
         Step("probes", within("attention", *probe, "--out", str(out / "probes.parquet")), 30),
         Step("dispatch", within("attention.bench_dispatch", *dispatch), 12),
         Step("kernels", within("attention.bench_kernels", *kernels), 23),

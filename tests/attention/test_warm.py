@@ -1,4 +1,4 @@
-"""Compiling ahead: one job a kind of code, cheap ones first, and what does not compile is a row."""
+"""Compiling ahead: one job a kind of code, long ones first, and what does not compile is a row."""
 
 from __future__ import annotations
 
