@@ -25,9 +25,10 @@ from attention.isolate import Child
 from attention.lifetime import die_with_parent
 from attention.matrix import declared_reasons
 from attention.probe import Probe, ProbeResult, result_row, run_probe
-from attention.reasons import Code, Reason
+from attention.reasons import IN_ANOTHER_PROCESS, Code, Reason
 
-# Exit status of a worker whose device is lost (an illegal access): it asks for a fresh one. EX_TEMPFAIL.
+# Exit status of a worker that asks for a fresh one: its device is lost (an illegal access), or what its libraries
+# remember of earlier probes is in the way of this one. EX_TEMPFAIL.
 _RESTART = 75
 
 
@@ -185,7 +186,7 @@ class Turn:
         return time.monotonic() >= self.end + (0.0 if between_probes else self.grace_s) and self.others_wait()
 
 
-_FRESH = (Code.LAUNCH_FAILED, "the device is lost; a fresh worker goes on")
+_FRESH = (Code.LAUNCH_FAILED, "a fresh worker goes on")
 _STOPPED = (Code.NOT_PROBED, "its turn, or the time for all, was over")
 _TICK_S = 0.2
 
@@ -288,8 +289,10 @@ def _worker() -> None:
     die_with_parent()
     torch.set_num_threads(1)
     task = WorkerTask.model_validate_json(sys.stdin.read())
-    for probe in task.probes:
+    for number, probe in enumerate(task.probes):
         for result in run_probe(task.backend, probe, task.device, task.scale_factor, try_declared=task.try_declared):
+            if number and any(reason.message.endswith(IN_ANOTHER_PROCESS) for reason in result.reasons):
+                os._exit(_RESTART)
             print(result.model_dump_json(), flush=True)
         if _device_is_lost(task.device):
             # Nothing runs on it any more in this process; atexit handlers would hang or crash on it.

@@ -52,6 +52,10 @@ class Code(StrEnum):
     POLICY_EXCLUDED = "POLICY_EXCLUDED"  # the policy, not the backend, says no
 
 
+#: Ends the message of a reason that holds in this process alone: a library remembers an earlier call.
+IN_ANOTHER_PROCESS = "use another process"
+
+
 class Reason(BaseModel):
     """One failing dimension: what was asked, what would be allowed, and who says so."""
 

@@ -18,6 +18,7 @@ from attention.backends.flashinfer_plan import (
     workspace,
 )
 from attention.errors import UserError
+from attention.reasons import IN_ANOTHER_PROCESS
 
 
 class _PlannedTables(PlannedFlashInfer):
@@ -235,7 +236,7 @@ class PlannedCudnn(_PlannedTables):
         if _cudnn_graphs.setdefault(key, identity) != identity:
             raise UserError(
                 f"{self.backend}: FlashInfer would reuse a cuDNN graph of this shape with scale and layout "
-                f"{_cudnn_graphs[key]} for {identity}; use another process"
+                f"{_cudnn_graphs[key]} for {identity}; {IN_ANOTHER_PROCESS}"
             )
 
 

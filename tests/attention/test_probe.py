@@ -358,6 +358,38 @@ def test_a_worker_whose_device_is_lost_gets_a_successor_and_no_probe_is_blamed(
     assert [r.status for r in results if r.level == "execute"] == ["pass"] * 4
 
 
+def test_what_a_library_remembers_of_one_probe_is_not_held_against_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FlashInfer remembers cuDNN's graphs: only the first batch of a process can be planned."""
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent(
+            """
+            from attention.backends.torch_sdpa import TorchSdpa
+            from attention.errors import UserError
+
+            plan, first = TorchSdpa.plan, []
+
+            def forgetful(self, batch, spec):
+                first.append(batch.kv_lens)
+                if batch.kv_lens != first[0]:
+                    raise UserError("another batch was here; use another process")
+                return plan(self, batch, spec)
+
+            TorchSdpa.plan = forgetful
+            """
+        )
+    )
+    repo = str(Path(__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), repo, os.environ.get("PYTHONPATH", "")]))
+    results = probe_all((MATH,), CHOSEN[:2], device="cpu")
+    assert [(r.level, r.status) for r in results] == [
+        ("static", "pass"),
+        ("construct", "pass"),
+        ("execute", "pass"),
+    ] * 2
+
+
 def test_what_the_budget_leaves_is_unknown_and_not_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, monkeypatch, CHOSEN, at=1, accident="time.sleep(300)")
     results = probe_all((MATH,), CHOSEN, device="cpu", timeout_s=30.0, budget_s=4.0)
