@@ -232,6 +232,7 @@ def _read_identity(path: Path) -> dict[str, Any]:
 
 
 def _matrix(args: argparse.Namespace) -> int:
+    from attention import matrix_text
     from attention.backends import NAMES
     from attention.matrix import declared, known_bad
 
@@ -244,28 +245,8 @@ def _matrix(args: argparse.Namespace) -> int:
         print(json.dumps({**cells, "known_bad": bad}, indent=1))
         return 0
     for backend in NAMES:
-        platforms = sheets.get(backend, {})
-        print(f"{backend:24} {', '.join(sorted(platforms)) or 'unknown (no declared rules)'}")
-        rows: list[tuple[str, ...]] = [
-            (platform, rule.dimension, rule.allowed_text(), rule.code, rule.versions, rule.source)
-            for platform, sheet in sorted(platforms.items())
-            for rule in sheet.rules
-        ]
-        rows += [
-            (
-                platform,
-                "known_bad",
-                " and ".join(f"{name} {limits.allowed_text()}" for name, limits in entry.when.items()),
-                entry.code,
-                entry.versions,
-                entry.source,
-            )
-            for entry in known_bad()
-            if entry.backend == backend
-            for platform in entry.platforms
-        ]
-        for line in _aligned(rows):
-            print(f"    {line}")
+        broken = [entry for entry in known_bad() if entry.backend == backend]
+        print("\n".join(matrix_text.rules(backend, sheets.get(backend, {}), broken)))
     return 0
 
 
@@ -280,6 +261,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _drift(files: list[Path], as_json: bool) -> int:
+    from attention import matrix_text
     from attention.drift import against_rules, between, read_rows
 
     if len(files) > 2:
@@ -289,7 +271,7 @@ def _drift(files: list[Path], as_json: bool) -> int:
     if as_json:
         print(json.dumps([one.model_dump(mode="json") for one in found], indent=1))
     else:
-        print("\n".join(map(str, found)) or "no drift")
+        print("\n".join(matrix_text.drift(found)) or "no drift")
     return 0
 
 

@@ -34,10 +34,6 @@ class Drift(BaseModel):
     after: str
     reasons: tuple[Reason, ...]
 
-    def __str__(self) -> str:
-        why = "; ".join(map(str, self.reasons))
-        return f"{self.backend:22} {self.probe:18} {self.before} -> {self.after}  {self.case.case_id}  {why}".rstrip()
-
 
 def against_rules(observed: Iterable[ProbeResult]) -> list[Drift]:
     """Cells that the rules let pass and that failed, and cells that they refuse and that passed."""

@@ -135,7 +135,7 @@ def test_fingerprints_of_different_versions_can_be_compared(capsys: pytest.Captu
 def test_the_matrix_shows_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["matrix"]) == 0
     text = capsys.readouterr().out
-    assert "flashinfer:xqa           cuda\n" in text
+    assert "\nflashinfer:xqa  cuda\n" in text
     assert main(["matrix", "--json"]) == 0
     cells = json.loads(capsys.readouterr().out)
     assert set(cells["torch_sdpa:flash"]) == {"cpu", "cuda"}
@@ -314,10 +314,12 @@ def test_a_bad_place_for_rows_is_told_before_any_probe_runs(capsys: pytest.Captu
     assert "unknown backend 'maths'" in error_of(capsys, "probe", "--cells", str(cells), "--backends", "maths")
 
 
-def test_the_matrix_lists_rules_and_reports_in_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_matrix_lists_rules_and_reports_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["matrix"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
-    assert any("known_bad" in line and "flashinfer#4484" in line for line in lines)
+    lines = capsys.readouterr().out.splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("  known_bad") and "min_kv_len <= 0" in line)
+    assert lines[place + 1].split() == ["EMPTY_ROW_SEMANTICS,", "flashinfer#4484"]
+    assert all(len(line) <= 80 for line in lines)
     assert main(["matrix", "--json"]) == 0
     bad = json.loads(capsys.readouterr().out)["known_bad"]
     assert {"backend", "when", "versions", "code", "source"} <= set(bad[0])
