@@ -232,7 +232,7 @@ def _read_identity(path: Path) -> dict[str, Any]:
 
 
 def _matrix(args: argparse.Namespace) -> int:
-    from attention import matrix_text
+    from attention import text
     from attention.backends import NAMES
     from attention.matrix import declared, known_bad
 
@@ -246,7 +246,7 @@ def _matrix(args: argparse.Namespace) -> int:
         return 0
     for backend in NAMES:
         broken = [entry for entry in known_bad() if entry.backend == backend]
-        print("\n".join(matrix_text.rules(backend, sheets.get(backend, {}), broken)))
+        print("\n".join(text.rules(backend, sheets.get(backend, {}), broken)))
     return 0
 
 
@@ -261,7 +261,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _drift(files: list[Path], as_json: bool) -> int:
-    from attention import matrix_text
+    from attention import text
     from attention.drift import against_rules, between, read_rows
 
     if len(files) > 2:
@@ -271,11 +271,12 @@ def _drift(files: list[Path], as_json: bool) -> int:
     if as_json:
         print(json.dumps([one.model_dump(mode="json") for one in found], indent=1))
     else:
-        print("\n".join(matrix_text.drift(found)) or "no drift")
+        print("\n".join(text.drift(found)) or "no drift")
     return 0
 
 
 def _resolve(args: argparse.Namespace) -> int:
+    from attention import text
     from attention.matrix import declared_reasons
     from attention.model import specs_of
     from attention.model_config import resolve_dtype
@@ -292,13 +293,8 @@ def _resolve(args: argparse.Namespace) -> int:
     ]
     if args.json:
         print(json.dumps([r.model_dump(mode="json") for r in found], indent=1))
-    phases: dict[str, list[str]] = {}  # by what is said of them, which is often the same
-    for resolution in [] if args.json else found:
-        lines = [f"requested {resolution.requested}, chain {' > '.join(resolution.chain) or 'none'}"]
-        lines += [f"    left out  {name}: {'; '.join(map(str, why))}" for name, why in resolution.excluded.items()]
-        phases.setdefault("\n".join(lines), []).append(resolution.phase)
-    for text, names in phases.items():
-        print(f"{', '.join(names)}: {text}")
+    else:
+        print("\n".join(text.chains(found)))
     return 0 if all(r.chain for r in found) else 1
 
 

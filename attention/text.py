@@ -1,4 +1,4 @@
-"""The compatibility matrix and its drift for a person, in lines that fit a terminal of 80 columns."""
+"""The compatibility matrix, its drift and a resolved chain for a person, in lines that fit 80 columns."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from attention.drift import Drift
 from attention.matrix import KnownBad
+from attention.policy import Resolution
 
 _WIDTH = 80
 _NAME = 20  # of a dimension or a probe, beside its text
@@ -48,13 +49,28 @@ def drift(found: Iterable[Drift]) -> list[str]:
     return lines
 
 
-def _entry(name: str, *paragraphs: str) -> list[str]:
+def chains(found: Iterable[Resolution]) -> list[str]:
+    """What a policy resolved to; phases of which the same is said together."""
+    phases: dict[tuple[str, ...], list[str]] = {}
+    for one in found:
+        lines = [f"requested {one.requested}, chain {' > '.join(one.chain) or 'none'}"]
+        for name, why in one.excluded.items():
+            lines += [f"  left out {name}", *(part for reason in why for part in _entry("", str(reason), indent=4))]
+        phases.setdefault(tuple(lines), []).append(one.phase)
+    return [
+        line
+        for (first, *others), names in phases.items()
+        for line in (*textwrap.wrap(f"{', '.join(names)}: {first}", _WIDTH, subsequent_indent="  "), *others)
+    ]
+
+
+def _entry(name: str, *paragraphs: str, indent: int = _NAME + 2) -> list[str]:
     """A name, and beside it paragraphs, wrapped; a word that is longer than the line stays whole."""
     body = [
         line
         for paragraph in paragraphs
         for line in textwrap.wrap(
-            paragraph, _WIDTH - _NAME - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+            paragraph, _WIDTH - indent, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
     ]
-    return [f"  {'' if number else name:{_NAME}}{line}" for number, line in enumerate(body)]
+    return [f"{'' if number or not name else '  ' + name:{indent}}{line}" for number, line in enumerate(body)]

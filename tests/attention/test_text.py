@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from attention.cases import AttentionCase
 from attention.drift import Drift
-from attention.matrix_text import drift
 from attention.reasons import Code, Reason
+from attention.text import drift
 
 
 def one(probe: str, q_len: int, message: str = "the rows are wrong") -> Drift:
