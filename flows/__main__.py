@@ -122,7 +122,7 @@ def up(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run Envoy, the champion and the watchdog of a cell under one supervisor."""
+    """Run Envoy, champion and watchdog under one supervisor."""
     from dataclasses import asdict
 
     from data.paths import cell_dir
@@ -209,7 +209,7 @@ def status(
     as_json: Json = False,
     repair: Annotated[bool, typer.Option("--repair", help="rebuild MLflow's copies from record and lake")] = False,
 ) -> None:
-    """What every cell is doing: state, champion, shares, lease, processes."""
+    """What every cell does: state, champion, shares, lease."""
     from flows import status as module
 
     found = module.status(repair=repair)
@@ -247,7 +247,7 @@ def qualify(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """The offline phases only: fingerprint, probe, replay and baseline; no traffic moves."""
+    """The four offline phases only; no traffic moves."""
     from flows import qualify as module
     from flows.terminal import progress, show_qualified
 
@@ -276,7 +276,7 @@ def nightly(as_json: Json = False) -> None:
 
 @app.command()
 def watch(gpu: Gpu = "cpu", family: Family = "smollm2") -> None:
-    """The watchdog: take traffic back when a release stops renewing its lease."""
+    """Take traffic back when a release lets its lease run out."""
     from flows import watch as module
 
     module.watch(gpu, family)
