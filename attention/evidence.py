@@ -216,7 +216,7 @@ def backend_table(folder: Path) -> str:
     Cells: right of those that ran, refused by a declared rule, not reached. Checks: passed of those that applied.
     """
     if not (folder / "steps.json").is_file():
-        raise UserError(f"evidence {folder}: no steps.json; run python -m attention.evidence --out {folder}")
+        raise UserError(f"evidence {folder}: no steps.json, so no run of python -m attention.evidence wrote it")
     probes, kernels, overheads = _probes(folder), _kernels(folder), _overheads(folder)
     lines = [
         "| backend | cells right | refused | not reached | checks passed | decode, TB/s of KV | of a plain read "
