@@ -10,6 +10,7 @@ with the candidate on the same requests.
 
 from __future__ import annotations
 
+import heapq
 import math
 import statistics as stdlib_statistics
 from collections.abc import Sequence
@@ -216,28 +217,27 @@ def breach(candidate: Sequence[ServedRow], control: Sequence[ServedRow], plan: P
 def _slow(candidate: Sequence[ServedRow], control: Sequence[ServedRow], limits: Limits) -> Breach | None:
     """Median of TPOT over what control took at that time, at the same load, of the candidate's last requests."""
     least, beside = int(limits.value("breach_candidate")), int(limits.value("breach_control"))
-    mine = [row for row in candidate if row.tpot_s is not None][-least:]
-    # Of the whole step only control's rows about the time of the candidate's last ones are ever near.
-    theirs = [row for row in control if row.tpot_s is not None][-_RECENT * least :]
+    mine, theirs = _timed(candidate)[-least:], _timed(control)
     if len(mine) < least or len(theirs) < beside:
         return None
-    ratio = stdlib_statistics.median((row.tpot_s or 0.0) / _beside(row, theirs, beside) for row in mine)
+    ratio = stdlib_statistics.median(tpot_s / _beside(row, theirs, beside) for tpot_s, row in mine)
     if ratio <= (most := limits.value("breach_tpot_ratio")):
         return None
     why = f"median TPOT of the candidate's last {least} requests is {ratio:.1f} times control's at the same load"
     return Breach(why, ratio, most)
 
 
-# As many times the candidate's last rows of control's are looked through: a slow candidate ends fewer in a time.
-_RECENT = 10
+def _timed(rows: Sequence[ServedRow]) -> list[tuple[float, ServedRow]]:
+    """Rows with a TPOT, beside it."""
+    return [(row.tpot_s, row) for row in rows if row.tpot_s is not None]
 
 
-def _beside(row: ServedRow, control: Sequence[ServedRow], num: int) -> float:
+def _beside(row: ServedRow, control: Sequence[tuple[float, ServedRow]], num: int) -> float:
     """Most that control's TPOT would be at the load of this row: median of the `num` rows nearest in time.
 
     Near in time, since what slows the machine slows both arms. A row of a smaller load is taken times the loads'
     ratio: the most that a batch costs is that its sequences run one after another. So arms under unequal load are
     compared in the candidate's favour; what that hides is left to the end of the step, where users' times count.
     """
-    near = sorted(control, key=lambda other: abs(other.at_s - row.at_s))[:num]
-    return stdlib_statistics.median((other.tpot_s or 0.0) * max(1.0, row.load / other.load) for other in near)
+    near = heapq.nsmallest(num, control, key=lambda timed: abs(timed[1].at_s - row.at_s))
+    return stdlib_statistics.median(tpot_s * max(1.0, row.load / other.load) for tpot_s, other in near)
