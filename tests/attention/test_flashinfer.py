@@ -29,6 +29,7 @@ from attention.reasons import Code
 from attention.replay.problems import Problem, make
 from tests.attention.flashinfer_problems import MLA, case, problem_of, shorter
 from tests.fakes import flashinfer as fake
+from tests.fakes.flashinfer_numerics import slopes_of
 
 ATOL = {"bfloat16": 2e-2, "float16": 4e-3}
 LAYOUTS = ("paged_nhd", "paged_hnd", "contiguous", "ragged")
@@ -148,7 +149,7 @@ def test_alibi_with_the_librarys_own_slopes_and_without_lse(calls: list[fake.Cal
 
 def test_the_slopes_are_those_of_the_library() -> None:
     for heads in (1, 6, 8, 12, 32):
-        torch.testing.assert_close(torch.tensor(alibi_slopes(heads)).double(), fake.slopes_of(heads), rtol=1e-6, atol=0)
+        torch.testing.assert_close(torch.tensor(alibi_slopes(heads)).double(), slopes_of(heads), rtol=1e-6, atol=0)
 
 
 def test_rows_that_see_no_key_give_zero_and_an_lse_of_minus_infinity(calls: list[fake.Call]) -> None:
