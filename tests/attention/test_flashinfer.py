@@ -18,10 +18,10 @@ import torch
 
 from attention import matrix
 from attention.backends import create, expand, flashinfer_plan, flashinfer_tables
-from attention.backends.base import Batch
+from attention.backends.base import Batch, alibi_slopes
 from attention.backends.flashinfer import FlashInfer, library_call
 from attention.backends.flashinfer_jit import jit_modules, warm
-from attention.backends.flashinfer_plan import LN_2, alibi_slopes, workspace
+from attention.backends.flashinfer_plan import LN_2, workspace
 from attention.confirm import backend_of
 from attention.errors import UserError
 from attention.matrix import declared_reasons
@@ -384,7 +384,6 @@ def test_a_batch_that_would_launch_otherwise_is_not_replanned(calls: list[fake.C
 @pytest.mark.parametrize(
     ("kernel", "changes", "why"),
     [
-        ("fa2", {"alibi": True}, "derives its ALiBi slopes"),
         ("fa2", {"alibi": True, "heads_q": 8, "causal": False}, "under a causal mask"),
         ("fa2", {"alibi": True, "heads_q": 8, "softcap": 5.0}, "without softcap"),
         ("fa2", {"window": (3, 5), "causal": False}, "bounded on the right at 5"),
@@ -405,6 +404,13 @@ def test_what_a_call_would_ignore_is_refused_at_plan(
 ) -> None:
     with pytest.raises(UserError, match=why):
         plan(kernel, make(case(**changes), "normal", 1))
+
+
+def test_other_slopes_than_the_librarys_are_refused_at_plan(calls: list[fake.Call]) -> None:
+    problem = make(case("q5", alibi=True), "normal", 1)
+    steep = replace(problem.spec, alibi_slopes=(0.5,) * problem.spec.heads_q)
+    with pytest.raises(UserError, match="derives its ALiBi slopes"):
+        plan("fa2", replace(problem, spec=steep))
 
 
 def test_without_the_library_plan_says_what_is_missing() -> None:
