@@ -150,8 +150,8 @@ def alone(problem: Problem, member: int) -> Problem:
     rows = slice(start, start + batch.q_lens[member])
     k, v = problem.k, problem.v
     if batch.layout == "contiguous":
-        own = batch.kv_lens[member]  # some libraries plan for a cache as long as its longest member
-        k, v = k[member : member + 1, :own], v[member : member + 1, :own]
+        longest = batch.kv_lens[member]  # some libraries plan for a cache as long as its longest member
+        k, v = k[member : member + 1, :longest], v[member : member + 1, :longest]
     elif batch.layout == "ragged":
         first = sum(batch.kv_lens[:member])
         k, v = (t[first : first + batch.kv_lens[member]] for t in (k, v))
