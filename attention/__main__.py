@@ -38,9 +38,11 @@ from attention.job import (
     write_result,
 )
 from attention.lifetime import die_with_parent
+from attention.matrix import check_device
 
 DEFAULT_MODEL = Path("data/models/smollm2-135m-instruct")
 DEFAULT_POLICY = Path("data/policies/cpu-flash.yaml")
+MODEL_HELP = "folder of a transformers causal LM"
 
 PROBE_HELP = """Run the capability probes. A probe is required when serving this model needs it; the others say
 what else a backend can do, and most backends fail some. Exit 1: a backend that may run here by the declared rules did
@@ -81,8 +83,9 @@ def _parser() -> argparse.ArgumentParser:
                 help="folder for result.json and recordings (probe: or a .json or .parquet file of rows)",
             )
         if setup:
-            sub.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder of a transformers causal LM")
-            sub.add_argument("--policy", type=Path, default=DEFAULT_POLICY, help="attention policy (YAML)")
+            sub.add_argument("--model", type=Path, default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: %(default)s)")
+            policy = "attention policy (YAML; default: %(default)s)"
+            sub.add_argument("--policy", type=Path, default=DEFAULT_POLICY, help=policy)
             sub.add_argument("--device", default="cpu", help="cpu or cuda")
             sub.add_argument("--json", action="store_true", help="one JSON document on stdout")
         return sub
@@ -99,14 +102,18 @@ def _parser() -> argparse.ArgumentParser:
         help="a file of `probe --out` against the rules that it met, or two files against each other",
     )
     resolve = verbs.add_parser("resolve", help="the ordered chain of a policy, and why others are left out")
-    resolve.add_argument("policy", type=Path)
-    resolve.add_argument("--model", type=Path, default=DEFAULT_MODEL)
-    resolve.add_argument("--device", default="cpu")
-    resolve.add_argument("--json", action="store_true")
+    resolve.add_argument("policy", type=Path, help="attention policy (YAML)")
+    resolve.add_argument("--model", type=Path, default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: %(default)s)")
+    resolve.add_argument("--device", default="cpu", help="cpu or cuda")
+    resolve.add_argument("--json", action="store_true", help="one JSON document on stdout")
     resolve.set_defaults(run=_resolve)
     probe = verb("probe", "run the capability probes", _probe, job=True, setup=True)
     probe.description = PROBE_HELP
-    probe.add_argument("--backends", help="comma-separated backends or families, or `all`; default: the policy's")
+    probe.add_argument(
+        "--backends",
+        help="comma-separated backends or families, or `all` (the default, but on a GPU "
+        "without --cells, where most compile for minutes: there the policy's)",
+    )
     probe.add_argument("--cells", type=Path, help="cases and checks (YAML or JSON) in place of the model's")
     probe.add_argument("--jobs", type=int, help="workers at a time; default 2, on a GPU 4")
     probe.add_argument("--timeout-s", type=float, default=120.0, help="seconds that one probe may take")
@@ -138,26 +145,13 @@ def _job(args: argparse.Namespace, kind: type[Any]) -> Any:
     if args.job is None or (args.out is None and kind is not BenchJob):
         raise UserError(f"{args.verb} needs --job FILE and --out DIR")
     job = read_job(args.job, kind)
-    _check_device(job.setup.device)
+    check_device(job.setup.device)
     return job
 
 
 def _setup(args: argparse.Namespace) -> Setup:
-    _check_device(args.device)
+    check_device(args.device)
     return Setup(model=args.model, policy=args.policy, device=args.device)
-
-
-def _check_device(device: str) -> None:
-    """UserError for a device that this PyTorch does not have: it would only say so with a traceback."""
-    if device == "cpu":
-        return
-    import torch
-
-    kind, _, index = device.partition(":")
-    if kind != "cuda" or not (index or "0").isdigit():
-        raise UserError(f"device {device}: use cpu, cuda or cuda:N")
-    if int(index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device {device}: this PyTorch sees {torch.cuda.device_count()} CUDA devices; use cpu")
 
 
 def _rows(evidence: Evidence, table: str, rows: list[dict[str, Any]], fingerprint_id: str, model: str) -> None:
@@ -262,7 +256,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 def _drift(files: list[Path], as_json: bool) -> int:
     from attention import text
-    from attention.drift import against_rules, between, read_rows
+    from attention.drift import against_rules, between, only_in, read_rows
 
     if len(files) > 2:
         raise UserError("--drift takes one observation, or two")
@@ -272,6 +266,10 @@ def _drift(files: list[Path], as_json: bool) -> int:
         print(json.dumps([one.model_dump(mode="json") for one in found], indent=1))
     else:
         print("\n".join(text.drift(found)) or "no drift")
+    if len(files) == 2:
+        for path, lone in zip(files, (only_in(*observed), only_in(*reversed(observed))), strict=True):
+            if lone:
+                print(f"only in {path}: {', '.join(lone)}", file=sys.stderr)
     return 0
 
 
@@ -283,7 +281,7 @@ def _resolve(args: argparse.Namespace) -> int:
     from attention.policy import load_policy, resolve
     from attention.probe import probes_of
 
-    _check_device(args.device)
+    check_device(args.device)
     policy = load_policy(args.policy)
     dtype = resolve_dtype("auto", args.device)
     spec = specs_of(args.model, dtype)[0]
@@ -320,7 +318,7 @@ def _probe(args: argparse.Namespace) -> int:
         job.setup,
         job.timeout_s,
         level=job.level,
-        backends=_backends(args.backends) if args.backends else None,
+        backends=_probed(args, job),
         jobs=args.jobs or _jobs(job.setup.device),
         try_declared=args.try_declared_failures,
     )
@@ -358,6 +356,13 @@ def _probe(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _probed(args: argparse.Namespace, job: ProbeJob) -> tuple[str, ...] | None:
+    """The backends to probe; None for those of the policy."""
+    if args.backends:
+        return _backends(args.backends)
+    return None if args.job or job.setup.device != "cpu" else _backends("all")
+
+
 def _verdict(failed: list[tuple[str, str]]) -> str:
     """What the exit code of `probe` says."""
     if not failed:
@@ -373,7 +378,7 @@ def _probe_cells(args: argparse.Namespace) -> int:
     from attention.probe_workers import probe_all
     from attention.warm import pending
 
-    _check_device(args.device)
+    check_device(args.device)
     earlier = _reached(args.out) if args.resume and args.out else []
     log = RowsLog(args.out, earlier) if args.out else None
     results = probe_all(
@@ -392,8 +397,8 @@ def _probe_cells(args: argparse.Namespace) -> int:
     )
     if log:
         log.close()
-        ended = Counter(row.status for row in results if row.level == "execute" or row.status != "pass")
-        print(f"{args.out}: {', '.join(f'{num} {status}' for status, num in ended.items())}", file=sys.stderr)
+        ended = [row for row in results if row.level == "execute" or row.status != "pass"]
+        print(f"{args.out}: {_counts(ended)}", file=sys.stderr)
     if args.json:
         print(json.dumps({"results": [r.model_dump(mode="json") for r in results]}, indent=1))
     elif not args.out:
@@ -432,10 +437,14 @@ def _show(results: list[Any]) -> None:
         required, reasons = "yes" if result.required else "no", "; ".join(map(str, result.reasons))
         rows.append((result.backend, result.probe, result.case.phase, result.level, required, result.status, reasons))
     print("\n".join(_aligned(rows)))
-    counts = Counter(result.status for result in results)
-    named = [f"{counts[status]} {status}" for status in ("pass", "fail", "unknown")]
-    named += [f"{counts[status]} {status}" for status in sorted(counts.keys() - {"pass", "fail", "unknown"})]
-    print(f"{len(results)} rows: {', '.join(named)}")
+    print(f"{len(results)} rows: {_counts(results)}")
+
+
+def _counts(results: list[Any]) -> str:
+    """How many rows have which status; what declared rules refuse apart from what ran and failed."""
+    ended = Counter("refused" if row.level == "static" and row.status == "fail" else row.status for row in results)
+    shown = [f"{ended[status]} {status}" for status in ("pass", "fail")]
+    return ", ".join([*shown, *(f"{num} {status}" for status, num in ended.items() if status not in ("pass", "fail"))])
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -510,7 +519,7 @@ def _bench_dispatch(args: argparse.Namespace) -> int:
     from attention.matrix import declared_reasons
     from attention.model_config import resolve_dtype
 
-    _check_device(args.device)
+    check_device(args.device)
     if args.calls is not None and args.calls < 1:
         raise UserError(f"--calls {args.calls}: at least 1")
     batches, dtype = tuple(args.batch or ("q1s64", "q16")), resolve_dtype(args.dtype, args.device)
@@ -523,6 +532,8 @@ def _bench_dispatch(args: argparse.Namespace) -> int:
                     print(f"left out: {name} {case.case_id}: {reasons[0]}", file=sys.stderr)
                     continue
                 rows.append(bench_dispatch.measure(name, case, device=args.device, calls=args.calls))
+    if not rows:
+        raise UserError(f"bench dispatch: none of {', '.join(args.backend)} runs on {args.device}; see above")
     print(json.dumps(bench_dispatch.document(rows), indent=1) if args.json else "\n".join(bench_dispatch.table(rows)))
     return 1 if any(row.nodes_equal is False for row in rows) else 0
 

@@ -147,7 +147,8 @@ def call_of(name: str, problem: Problem) -> Call:
     if name in READS:
         _, k, v = problem.laid_out(problem.shape.case.layout)
         return _read_triton(k, v) if name == "read:triton" else _read_torch(k, v)
-    layout = _layout(name, problem.shape)
+    shape = problem.shape
+    layout = shape.case.layout if reads_pages(name) else _dense(shape.is_decode)
     batch, k, v = problem.laid_out(layout)
     planned = _planned(name, problem, batch)
     if planned.forced_copies:
@@ -155,11 +156,19 @@ def call_of(name: str, problem: Problem) -> Call:
     return lambda: planned.run(problem.q_THD, k, v)
 
 
-def _layout(name: str, shape: Shape) -> str:
-    """FA2 reads pages of 256 only, FA4 and SDPA none or not these: the same numbers without pages."""
-    if name.startswith(("triton:", "flashinfer:")):
-        return shape.case.layout
-    return "contiguous" if shape.is_decode else "ragged"
+def reads_pages(name: str) -> bool:
+    """FA2 reads pages of 256 only, FA4 and SDPA none or not these: they get the same numbers without pages."""
+    return name.startswith(("triton:", "flashinfer:", *READS))
+
+
+def _dense(is_decode: bool) -> str:
+    return "contiguous" if is_decode else "ragged"
+
+
+def layout_of(name: str, shape: str) -> str:
+    """The layout in which a contender had the numbers of a shape, both by name: `page16`, `ragged`, `contiguous`."""
+    phase, _, pages = shape.partition("-")
+    return pages if reads_pages(name) else _dense(phase == "decode")
 
 
 def _planned(name: str, problem: Problem, batch: Batch) -> Planned:

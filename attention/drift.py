@@ -52,10 +52,14 @@ def against_rules(observed: Iterable[ProbeResult]) -> list[Drift]:
 
 
 def between(first: Iterable[ProbeResult], second: Iterable[ProbeResult]) -> list[Drift]:
-    """Cells whose outcome differs from one observation to the other; a cell that one lacks is `absent` there."""
+    """Cells whose outcome differs from one observation to the other; a cell that one lacks is `absent` there.
+
+    Of backends that only one of them has, nothing is said: `only_in` names those.
+    """
     left, right = ({key: _outcome(rows) for key, rows in _cells(some).items()} for some in (first, second))
+    both = {key[0] for key in left} & {key[0] for key in right}
     found = []
-    for key in dict.fromkeys((*left, *right)):
+    for key in (key for key in dict.fromkeys((*left, *right)) if key[0] in both):
         one, other = left.get(key), right.get(key)
         before, after = (_status(r) for r in (one, other))
         if before != after:
@@ -63,6 +67,11 @@ def between(first: Iterable[ProbeResult], second: Iterable[ProbeResult]) -> list
             reasons = (other and other.reasons) or (one and one.reasons) or ()
             found.append(Drift(backend=backend, probe=probe, case=case, before=before, after=after, reasons=reasons))
     return found
+
+
+def only_in(first: Iterable[ProbeResult], second: Iterable[ProbeResult]) -> list[str]:
+    """Backends of the first observation that the second has no row of."""
+    return sorted({row.backend for row in first} - {row.backend for row in second})
 
 
 def _cells(rows: Iterable[ProbeResult]) -> dict[Key, list[ProbeResult]]:

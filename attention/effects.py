@@ -9,6 +9,7 @@ known of it is not that nothing happens.
 from __future__ import annotations
 
 import re
+import textwrap
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from attention.difference import Change, changes, short
+
+_PACKAGES = "distributions."
 
 
 class Effect(BaseModel):
@@ -94,10 +97,15 @@ def explain(old: dict[str, Any], new: dict[str, Any]) -> list[Explained]:
 
 
 def lines(found: list[Explained]) -> list[str]:
-    """The same for a person: fields, old and new values in columns, and below each what is known."""
+    """The same for a person: fields, old and new values in columns, and below each what is known.
+
+    Fields with known effects come first, packages without one last and together.
+    """
     if not found:
         return ["no difference"]
-    widths = [max(len(row[i]) for row in map(_row, found)) for i in range(2)]
+    others = [one for one in found if one.path.startswith(_PACKAGES) and not one.effects]
+    found = sorted((one for one in found if one not in others), key=lambda one: not one.effects)
+    widths = [max((len(row[i]) for row in map(_row, found)), default=0) for i in range(2)]
     text = []
     for one in found:
         path, old, new = _row(one)
@@ -105,6 +113,10 @@ def lines(found: list[Explained]) -> list[str]:
         text += [f"    {effect.effect}  [{effect.source}]" for effect in one.effects]
         if not one.effects:
             text.append("    no known effect; probes and replay decide")
+    if others:
+        names = ", ".join(one.path.removeprefix(_PACKAGES) for one in others)
+        text.append(f"{len(others)} other packages, no known effect:")
+        text += textwrap.wrap(names, 80, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
     return text
 
 

@@ -5,7 +5,8 @@
 
 Every step is a process group of its own with a share of the time that is left; what a step does not use goes to
 those after it. A step writes what it has as it goes, so that one that is killed loses the item that it was at. One
-that fails, crashes or takes too long is recorded and the next one runs. `steps.json` is written anew after each.
+that fails, crashes or takes too long is recorded and the next one runs. `steps.json` is written anew after each, and
+keeps those of earlier calls.
 `--resume` goes on in a folder: it skips what is done, and has the other steps keep what they have (`partial`: the
 time was spent before all of it). The folder has at most 8 files and stays under a megabyte.
 """
@@ -27,6 +28,7 @@ from typing import Any, Literal
 
 from attention.errors import UserError
 from attention.lifetime import end_session
+from attention.reasons import Code
 
 CELLS = Path("attention/cells/hopper.yaml")
 POLICY = Path("data/policies/document.yaml")
@@ -44,13 +46,15 @@ MODEL = {
 _MARGIN_S = 6.0  # a step is told to end this much before it is ended
 _SPENT = 3  # the exit code of a step whose time was spent before all was done
 
+#: Contender -> phase -> rows of kernels.json.
+Kernels = dict[str, dict[str, list[dict[str, Any]]]]
 Status = Literal["done", "partial", "failed", "timeout", "not run"]
 
 
 @dataclass(frozen=True)
 class Step:
     """One command: its arguments for a number of seconds, its share of the time, and where the JSON that it writes
-    to stdout goes: `FILE#KEY`."""
+    to stdout goes."""
 
     name: str
     argv: Callable[[float], list[str]]
@@ -92,12 +96,12 @@ def steps(
     dispatch = ["--backends", ",".join(DISPATCHED), "--out", str(out / "dispatch.json")]
     dispatch += [] if calls is None else ["--calls", str(calls)]
     return [
-        Step("fingerprint_before", lambda limit_s: fingerprint, 5, "fingerprint.json#before"),
+        Step("fingerprint_before", lambda limit_s: fingerprint, 5, "fingerprint_before.json"),
         Step("compile", within("attention.warm", *compile_), 25),
         Step("probes", within("attention", *probe, "--out", str(out / "probes.parquet")), 30),
         Step("dispatch", within("attention.bench_dispatch", *dispatch), 12),
         Step("kernels", within("attention.bench_kernels", *kernels), 23),
-        Step("fingerprint_after", lambda limit_s: fingerprint, 5, "fingerprint.json#after"),
+        Step("fingerprint_after", lambda limit_s: fingerprint, 5, "fingerprint_after.json"),
     ]
 
 
@@ -106,16 +110,18 @@ def run_all(wanted: list[Step], out: Path, budget_s: float, *, resume: bool = Fa
     deadline = time.monotonic() + budget_s
     (out / "model").mkdir(parents=True, exist_ok=True)
     (out / "model" / "config.json").write_text(json.dumps(MODEL, indent=1) + "\n")
-    found = {one.name: one for one in (_outcomes(out) if resume else ())}
+    history = _outcomes(out) if resume else []
+    found = {one.name: one for one in history}
     left = [step for step in wanted if not _is_done(step.name, found, out)]
     for i, step in enumerate(left):
         left_s = deadline - time.monotonic()
         limit_s = left_s * step.share / sum(one.share for one in left[i:])
         one = found[step.name] = run_step(step, out, limit_s)
-        write_steps(list(found.values()), out)
+        history.append(one)
+        write_steps(history, out)
         print(f"{one.name:20} {one.status:8} {one.seconds:6.1f} of {one.limit_s:5.0f} s  {one.tail[-100:]}", flush=True)
     if not left:
-        write_steps(list(found.values()), out)
+        write_steps(history, out)
     squeeze(out)
     return list(found.values())
 
@@ -165,21 +171,19 @@ def run_step(step: Step, out: Path, limit_s: float) -> Outcome:
         for file in (errors, said):
             file.seek(0)
         tail = " | ".join(line.strip() for line in errors.read().splitlines()[-4:])[-600:]
-        if step.stdout is not None and not _keep(said.read(), out, step.stdout) and status == "done":
+        if step.stdout is not None and not _keep(said.read(), out / step.stdout) and status == "done":
             status, tail = "failed", f"{tail} | no JSON on stdout"
     seconds = time.monotonic() - started
     return Outcome(step.name, status, round(seconds, 1), round(limit_s, 1), process.returncode, shown, tail)
 
 
-def _keep(said: str, out: Path, place: str) -> bool:
-    """Put what a step said under its key of its file; whether it said anything whole."""
-    name, _, key = place.partition("#")
+def _keep(said: str, path: Path) -> bool:
+    """Put what a step said into its file; whether it said anything whole."""
     try:
         value = json.loads(said)
     except ValueError:
         return False
-    there = json.loads((out / name).read_text()) if (out / name).is_file() else {}
-    _write(out / name, {**there, key: value})
+    _write(path, value)
     return True
 
 
@@ -213,8 +217,9 @@ def squeeze(out: Path) -> None:
 def backend_table(folder: Path) -> str:
     """The folder as a markdown table, one line a backend. UserError where there is no evidence.
 
-    Cells: right of those that ran, refused by a declared rule (`known_bad` too), not reached. Checks: passed of those
-    that applied; what a library refuses only when it is called, such as strides, counts as not passed.
+    Cells: right of those that ran, refused by a declared rule (`known_bad` too). Checks: passed of those that applied
+    and ran; what a library refuses only when it is called, such as strides, counts as not passed. Kernels: the best
+    shape of a phase, with the layout that the backend read, against the plain read or FlashAttention-2.
     """
     from attention.backends import NAMES
 
@@ -222,43 +227,44 @@ def backend_table(folder: Path) -> str:
         raise UserError(f"evidence {folder}: no steps.json, so no run of python -m attention.evidence wrote it")
     probes, kernels, overheads = _probes(folder), _kernels(folder), _overheads(folder)
     lines = [
-        "| backend | cells right | refused | not reached | checks passed | decode, TB/s of KV | of a plain read "
-        "| prefill, TFLOP/s | of FA2 | host overhead, us | graph nodes |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| backend | cells right | refused | checks passed | decode, TB/s of KV | prefill, TFLOP/s "
+        "| host overhead, us | graph nodes |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name in (name for name in NAMES if name in {*probes, *kernels, *overheads}):
         cells, checks = probes.get(name, (Counter(), Counter()))
-        decode, prefill = (kernels.get(name, {}).get(phase) for phase in ("decode", "prefill"))
         columns = [
             f"`{name}`",
             _passed(cells),
-            str(cells["refused"] or "-"),
-            str(cells["unknown"] or "-"),
+            "not installed" if cells["missing"] == cells.total() > 0 else str(cells["refused"] or "-"),
             _passed(checks),
-            *(cell(row) for row in (decode, prefill) for cell in (_figure, _ratio)),
+            *(_figures(kernels.get(name, {}).get(phase, [])) for phase in ("decode", "prefill")),
             *_overhead(overheads.get(name, [])),
         ]
         lines.append(f"| {' | '.join(columns)} |")
-    return "\n".join([*lines, "", *_reads(kernels), _footer(folder)])
+    unreached = sum(cells["unknown"] for cells, _ in probes.values())
+    return "\n".join([*lines, "", *_reads(kernels), _footer(folder, unreached)])
 
 
-def _reads(kernels: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
-    """The plain reads of the same bytes, that decode is held against."""
+def _reads(kernels: Kernels) -> list[str]:
+    """The plain reads of the same bytes; decode is held against the first."""
     reads = [(name, phases["decode"]) for name, phases in kernels.items() if name.startswith("read:")]
-    return [f"Plain read: {', '.join(f'`{name}` {_figure(row)} TB/s' for name, row in reads)}."] if reads else []
+    shown = ", ".join(f"`{name}` {max(row['figure'] for row in rows):.2f} TB/s" for name, rows in reads)
+    return [f"Plain read: {shown}."] if reads else []
 
 
-def _footer(folder: Path) -> str:
+def _footer(folder: Path, unreached: int) -> str:
     """Which machine, whether its fingerprint stayed the same, and what of the run is missing."""
     ids, gpu = [], "unknown machine"
-    path = folder / "fingerprint.json"
-    prints = json.loads(path.read_text()) if path.is_file() else {}
-    for found in (prints[when] for when in ("before", "after") if when in prints):
-        ids.append(found["id"])
-        gpu = f"{found['identity']['gpu']}, torch {found['identity']['torch']}"
+    for path in (folder / f"fingerprint_{when}.json" for when in ("before", "after")):
+        if path.is_file():
+            found = json.loads(path.read_text())
+            ids.append(found["id"])
+            gpu = f"{found['identity']['gpu']}, torch {found['identity']['torch']}"
     same = "unknown" if len(ids) < 2 else "the same" if ids[0] == ids[1] else f"then {ids[1]}"
-    outcomes = json.loads((folder / "steps.json").read_text())
-    missing = [f"{one['name']} ({one['status']})" for one in outcomes if one["status"] != "done"]
+    outcomes = {one.name: one for one in _outcomes(folder)}.values()
+    missing = [f"{one.name} ({one.status})" for one in outcomes if one.status != "done"]
+    missing += [f"{unreached} cells"] if unreached else []
     words = f"{gpu}; fingerprint {ids[0] if ids else 'unknown'} before, {same} after; {len(outcomes)} steps"
     return f"{words}, not done: {', '.join(missing)}." if missing else f"{words}, all done."
 
@@ -272,7 +278,10 @@ def _probes(folder: Path) -> dict[str, tuple[Counter[str], Counter[str]]]:
     for row in (row for path in paths if path.is_file() for row in read_rows(path)):
         if row.level == "construct" and row.status == "pass":
             continue
-        status: str = "refused" if row.level == "static" and row.status != "pass" else row.status
+        status: str = row.status
+        if row.level == "static" and row.status != "pass":
+            absent = any(one.code == Code.IMPORT_FAILED for one in row.reasons)
+            status = "missing" if absent else "refused"
         outcomes[row.backend, row.probe, row.case.case_id] = status
     found: dict[str, tuple[Counter[str], Counter[str]]] = {}
     for (backend, probe, _), status in outcomes.items():
@@ -281,17 +290,13 @@ def _probes(folder: Path) -> dict[str, tuple[Counter[str], Counter[str]]]:
     return found
 
 
-def _kernels(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Contender -> phase -> its row with the best figure: the shapes differ in pages only."""
+def _kernels(folder: Path) -> Kernels:
+    """Contender -> phase -> its rows that have a figure."""
     path = folder / "kernels.json"
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    found: Kernels = {}
     for row in json.loads(path.read_text())["rows"] if path.is_file() else ():
-        if row.get("figure") is None:
-            continue
-        phases = found.setdefault(row["contender"], {})
-        best = phases.get(phase := row["shape"].split("-")[0])
-        if best is None or row["figure"] > best["figure"]:
-            phases[phase] = row
+        if row.get("figure") is not None:
+            found.setdefault(row["contender"], {}).setdefault(row["shape"].split("-")[0], []).append(row)
     return found
 
 
@@ -309,12 +314,19 @@ def _passed(outcomes: Counter[str]) -> str:
     return f"{outcomes['pass']} of {ran}" if ran else "-"
 
 
-def _figure(row: dict[str, Any] | None) -> str:
-    return "-" if row is None else f"{row['figure']:.3g}"
+def _figures(rows: list[dict[str, Any]]) -> str:
+    """The best row of each layout that the backend read: its figure, the layout, and the ratio to the baseline."""
+    from attention.bench_contenders import layout_of
 
-
-def _ratio(row: dict[str, Any] | None) -> str:
-    return "-" if row is None or row["ratio"] is None else f"{row['ratio']:.0%}"
+    best: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        layout = layout_of(row["contender"], row["shape"])
+        best[layout] = max(best.get(layout, row), row, key=lambda one: one["figure"])
+    shown = []
+    for layout, row in best.items():
+        ratio = "" if row["ratio"] is None else f", {row['ratio']:.0%}"
+        shown.append(f"{row['figure']:.{2 if row['figure'] < 10 else 0}f} ({layout}{ratio})")
+    return "; ".join(shown) or "-"
 
 
 def _overhead(rows: list[dict[str, Any]]) -> tuple[str, str]:

@@ -166,10 +166,6 @@ class TritonPaged:
     name = "triton:paged"
 
     def __init__(self, device: str = "cpu", *, prefill: Tiles | None = None, decode: Tiles | None = None) -> None:
-        if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise UserError(
-                "triton:paged runs on the CPU in Triton's interpreter only: start the process with TRITON_INTERPRET=1"
-            )
         self.device = device
         self._prefill, self._decode = prefill, decode
 
@@ -177,8 +173,12 @@ class TritonPaged:
         return declared_reasons(self.name, case, device=self.device)
 
     def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
-        """Raises UserError for what no rule of the matrix can say: a KV dtype that is neither q's nor a float8, a
-        custom mask in a graph, a scale that is not positive."""
+        """Raises UserError on the CPU without the interpreter, and for what no rule of the matrix can say: a KV dtype
+        that is neither q's nor a float8, a custom mask in a graph, a scale that is not positive."""
+        if self.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise UserError(
+                "triton:paged runs on the CPU in Triton's interpreter only: start the process with TRITON_INTERPRET=1"
+            )
         if spec.kv_dtype not in (None, spec.dtype, torch.float8_e4m3fn, torch.float8_e5m2):
             raise UserError(f"{self.name}: KV of {spec.kv_dtype} under {spec.dtype}; float8 or q's own dtype only")
         if graph and batch.masks is not None:

@@ -161,6 +161,19 @@ def platform_of(device: str) -> str:
     return kind
 
 
+def check_device(device: str) -> None:
+    """UserError for a device that this PyTorch does not have: it would only say so with a traceback."""
+    if device == "cpu":
+        return
+    import torch
+
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or not (index or "0").isdigit():
+        raise UserError(f"device {device}: use cpu, cuda or cuda:N")
+    if int(index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {device}: this PyTorch sees {torch.cuda.device_count()} CUDA devices; use cpu")
+
+
 #: Distributions that are not named like what they let import.
 _DISTRIBUTIONS = {
     "flash_attn_2_cuda": "flash-attn",
@@ -216,7 +229,11 @@ def _dimensions(case: AttentionCase, device: str) -> dict[str, Any]:
     if values["device"] == "cuda":
         import torch
 
-        major, minor = torch.cuda.get_device_capability(device)
+        try:
+            major, minor = torch.cuda.get_device_capability(device)
+        except (AssertionError, RuntimeError):  # PyTorch without CUDA, or without that device
+            check_device(device)
+            raise
         values["compute_capability"] = major * 10 + minor
     return values
 
@@ -254,7 +271,7 @@ def declared_reasons(backend: str, case: AttentionCase, *, device: str) -> list[
     """Every declared rule of `backend` that the case breaks on this device; empty when none does.
 
     Without a declaration for the platform the answer is ARCH_UNSUPPORTED; without the package (as any
-    platform's declaration names it), IMPORT_FAILED with the remedy.
+    platform's declaration names it), IMPORT_FAILED with the remedy. UserError for a device that is not there.
     """
     platform = platform_of(device)
     platforms = declared().get(backend, {})

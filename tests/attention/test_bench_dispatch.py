@@ -127,6 +127,8 @@ def test_kernels_of_a_family_that_cannot_run_here_are_passed_over_and_a_named_on
     assert main(["bench", "dispatch", "--backend", "torch_sdpa:cudnn", "--calls", "2"]) == 2
     assert main(["bench", "dispatch", "--calls", "0"]) == 2
     assert "--calls 0: at least 1" in capsys.readouterr().err
+    assert main(["bench", "dispatch", "--backend", "flex_attention", "--calls", "2"]) == 2
+    assert "none of flex_attention runs on cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("pair_s", "fit"), [(0.001, 900), (0.0002, LEAST_CALLS), (0.0001, 5_000), (1e-9, 20_000)])

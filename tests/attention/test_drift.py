@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attention.cases import AttentionCase
-from attention.drift import against_rules, between, read_rows, write_rows
+from attention.drift import against_rules, between, only_in, read_rows, write_rows
 from attention.errors import UserError
 from attention.probe import Probe, ProbeResult, run_probe
 from attention.reasons import Code, Reason
@@ -61,6 +61,13 @@ def test_two_observations_differ_where_a_cell_changed_or_is_absent() -> None:
     changed = {d.probe: (d.before, d.after) for d in between(first, second)}
     assert changed == {"single_decode": ("pass", "fail"), "gone": ("pass", "absent")}
     assert between(first, first) == []
+
+
+def test_of_backends_that_one_observation_lacks_there_is_no_drift_but_their_names() -> None:
+    first = [row("execute", "pass")]
+    second = [*first, row("execute", "fail", code=Code.TIMEOUT).model_copy(update={"backend": "torch_sdpa:flash"})]
+    assert between(first, second) == between(second, first) == []
+    assert (only_in(first, second), only_in(second, first)) == ([], ["torch_sdpa:flash"])
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.parquet"])

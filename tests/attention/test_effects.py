@@ -83,5 +83,22 @@ def test_fields_and_values_stand_in_columns() -> None:
     assert len({row.index("->") for row in rows}) == 1
 
 
+def test_what_is_known_comes_first_and_packages_without_effect_last_and_together() -> None:
+    old = {
+        "machine": "x86_64",
+        "torch": "2.11.0",
+        "distributions": {"attrs": "1+aa", "triton": "3.6.0+aa", "yarl": "1+b"},
+    }
+    new = {
+        "machine": "arm64",
+        "torch": "2.13.0",
+        "distributions": {"attrs": "2+aa", "triton": "3.9.0+aa", "yarl": None},
+    }
+    shown = lines(explain(old, new))
+    fields = [line.split()[0] for line in shown if not line.startswith(" ")]
+    assert fields == ["distributions.triton", "torch", "machine", "2"]
+    assert shown[-2:] == ["2 other packages, no known effect:", "    attrs, yarl"]
+
+
 def test_equal_documents_have_no_difference() -> None:
     assert lines(explain({"a": {"b": 1}}, {"a": {"b": 1}})) == ["no difference"]

@@ -12,6 +12,7 @@ import torch
 from attention import matrix
 from attention.backends import NAMES
 from attention.cases import AttentionCase
+from attention.errors import UserError
 from attention.matrix import KnownBad, Range, Rule, declared, declared_reasons, is_known_bad, known_bad
 from attention.reasons import Code
 
@@ -246,6 +247,11 @@ def test_the_version_is_that_of_the_distribution_behind_the_import_name() -> Non
 
     assert matrix.version_of("torch") == torch.__version__
     assert matrix.version_of("no_such_package") is None
+
+
+def test_a_device_that_is_not_there_is_told_in_a_line() -> None:
+    with pytest.raises(UserError, match=r"device cuda: this PyTorch sees \d+ CUDA devices"):
+        declared_reasons("flash_attn:fa3", case(), device="cuda")
 
 
 def test_an_amd_device_is_rocm_and_has_no_cell_until_someone_declares_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,6 @@ from attention.backends.triton_paged import (
 from attention.cases import AttentionCase
 from attention.confirm import backend_of, watch
 from attention.errors import UserError
-from attention.matrix import declared_reasons
 from attention.reasons import Code
 from attention.replay.figures import compare
 from attention.replay.problems import Inputs, Problem, make, spec_of
@@ -307,11 +306,13 @@ def test_what_cannot_be_served_is_an_error() -> None:
 
 @outside
 def test_without_the_interpreter_the_cpu_is_told_how() -> None:
-    with pytest.raises(UserError, match="TRITON_INTERPRET=1"):
-        create("triton:paged", "cpu")
-    (reason,) = declared_reasons("triton:paged", case("q1s20"), device="cpu")
+    backend = create("triton:paged", "cpu")
+    (reason,) = backend.check(case("q1s20"))
     assert reason.code == Code.ARCH_UNSUPPORTED
     assert "TRITON_INTERPRET=1" in reason.message
+    problem = make(case("q1s20"), "normal", 1)
+    with pytest.raises(UserError, match="TRITON_INTERPRET=1"):
+        backend.plan(problem.batch, problem.spec)
 
 
 def test_the_matrix_bounds_what_the_tiles_hold(monkeypatch: pytest.MonkeyPatch) -> None:
