@@ -11,11 +11,13 @@ K and V come in the layout that the batch names:
     contiguous   [B, L, G, D]   member i's keys are the first kv_lens[i] rows of its own block
 
 With quantised KV (`AttentionSpec.kv_dtype`) a key is the stored number times `k_scale`, a value the stored
-number times `v_scale`.
+number times `v_scale`. Slots beyond a member's kv_len may hold anything, NaN too; within it all numbers are finite,
+also of keys that window or mask hide: kernels multiply those by 0.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,7 +36,8 @@ class Batch:
     include the query's own tokens (the caller writes K and V into the cache before it runs attention).
     A length may be 0, and a query may be longer than its keys: rows that see no key give 0 and LSE -inf.
     `block_tables` and `page_size` belong to the paged layouts. `masks[i]`, boolean [q_len, kv_len], True
-    where a query may look, narrows what causal and window leave (the feature `custom_mask`).
+    where a query may look, narrows what causal and window leave (the feature `custom_mask`). ValueError for what
+    does not fit together: kernels would read past the end.
     """
 
     q_lens: tuple[int, ...]
@@ -47,11 +50,19 @@ class Batch:
     def __post_init__(self) -> None:
         if len(self.q_lens) != len(self.kv_lens):
             raise ValueError("q_lens and kv_lens must have one entry a member")
+        if not self.q_lens or min(*self.q_lens, *self.kv_lens) < 0:
+            raise ValueError("a batch has a member at least, and no length is negative")
+        if self.masks is not None:
+            shapes = tuple(zip(self.q_lens, self.kv_lens, strict=True))
+            if tuple(tuple(mask.shape) for mask in self.masks) != shapes:
+                raise ValueError("masks must have one entry a member, [q_len, kv_len]")
+            if any(mask.dtype != torch.bool for mask in self.masks):
+                raise ValueError("masks must be boolean, True where a query may look")
         if not self.paged:
             if self.block_tables or self.page_size is not None:
                 raise ValueError(f"layout {self.layout} has no pages")
             return
-        if self.page_size is None or len(self.block_tables) != len(self.kv_lens):
+        if not self.page_size or self.page_size < 0 or len(self.block_tables) != len(self.kv_lens):
             raise ValueError(f"layout {self.layout} needs a page size and a block table a member")
         for i, (kv_len, table) in enumerate(zip(self.kv_lens, self.block_tables, strict=True)):
             if len(table) * self.page_size < kv_len:
@@ -73,7 +84,12 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What stays the same for every layer of a model: heads, dims, dtype and features."""
+    """What stays the same for every layer of a model: heads, dims, dtype and features.
+
+    KV of q's own dtype is not quantised, whether named or not. ValueError for what no kernel means: heads that do not
+    divide, a scale or softcap that is not positive and finite, KV scales without quantised KV, slopes or sinks for
+    another number of heads.
+    """
 
     heads_q: int
     heads_kv: int
@@ -90,6 +106,22 @@ class AttentionSpec:
     alibi_slopes: tuple[float, ...] | None = None  # one a query head; bias -slope * |diagonal - key|
     sinks: tuple[float, ...] | None = None  # one logit a query head, in the softmax's sum and in the LSE
 
+    def __post_init__(self) -> None:
+        if self.kv_dtype == self.dtype:
+            object.__setattr__(self, "kv_dtype", None)
+        if min(self.heads_q, self.heads_kv, self.head_dim_qk, self.head_dim_vo) < 1 or self.heads_q % self.heads_kv:
+            raise ValueError(f"{self.heads_q} query heads over {self.heads_kv} KV heads: not a whole number each")
+        for name in ("scale", "softcap", "k_scale", "v_scale"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, not {value}")
+        if self.kv_dtype is None and (self.k_scale, self.v_scale) != (1, 1):
+            raise ValueError("k_scale and v_scale belong to quantised KV: name its kv_dtype")
+        for name in ("alibi_slopes", "sinks"):
+            values = getattr(self, name)
+            if values is not None and len(values) != self.heads_q:
+                raise ValueError(f"{name} must have one entry a query head: {self.heads_q}, not {len(values)}")
+
 
 @dataclass
 class Planned:
@@ -104,11 +136,19 @@ class Planned:
     spec: AttentionSpec
     forced_copies: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._query_tokens = sum(self.batch.q_lens)
+
+    def _check_tokens(self, q_THD: torch.Tensor) -> None:
+        """ValueError for more or fewer rows than were planned: those of the output would be left as they were."""
+        if q_THD.shape[0] != self._query_tokens:
+            raise ValueError(f"{self.backend}: planned for {self._query_tokens} query tokens, not {q_THD.shape[0]}")
+
     def run(
         self, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Output [T, H, D_vo] in q's dtype, and the natural-log LSE [T, H] in float32 (None where the
-        backend does not give it)."""
+        backend does not give it). T is the sum of the batch's q_lens; a ragged cache may have rows to spare."""
         raise NotImplementedError("a backend's own Planned implements run")
 
     def replan(self, batch: Batch) -> None:

@@ -51,11 +51,19 @@ def has_nothing_to_read(batch: Batch) -> bool:
 class PlannedBlind(Planned):
     """A batch without queries or without keys: nothing is launched."""
 
+    def __init__(self, backend: str, batch: Batch, spec: AttentionSpec, *, lse: bool = True) -> None:
+        super().__init__(backend, batch, spec)
+        self._lse = lse
+
     def run(
         self, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self._check_tokens(q_THD)
         shape = (q_THD.shape[0], self.spec.heads_q)
+        out = q_THD.new_zeros(*shape, self.spec.head_dim_vo)
+        if not self._lse:
+            return out, None
         lse = q_THD.new_full(shape, float("-inf"), dtype=torch.float32)
         if self.spec.sinks is not None:
             lse = torch.tensor(self.spec.sinks, dtype=torch.float32, device=q_THD.device).expand(shape)
-        return q_THD.new_zeros(*shape, self.spec.head_dim_vo), lse
+        return out, lse

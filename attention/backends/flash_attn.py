@@ -58,14 +58,14 @@ class FlashAttention:
     def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         _refuse_what_no_call_takes(self.name, batch, spec)
         if has_nothing_to_read(batch):
-            return PlannedBlind(self.name, batch, spec)
+            return PlannedBlind(self.name, batch, spec, lse=lse)
         if self.kernel == "fa2":
             uniform = len(set(batch.q_lens)) == 1 and batch.q_lens[0] <= _MAX_SPLIT_ROWS
             planned = _Fa2Split if uniform and batch.layout != "ragged" else _Fa2
             return planned(self.name, batch, spec, self.device, graph, lse)
         if self.kernel == "fa3":
-            return _Fa3(self.name, batch, spec, self.device, graph)
-        return _Fa4(self.name, batch, spec, self.device, graph)
+            return _Fa3(self.name, batch, spec, self.device, graph, lse)
+        return _Fa4(self.name, batch, spec, self.device, graph, lse)
 
 
 def _refuse_what_no_call_takes(name: str, batch: Batch, spec: AttentionSpec) -> None:
@@ -85,10 +85,10 @@ def _refuse_what_no_call_takes(name: str, batch: Batch, spec: AttentionSpec) -> 
 class _PlannedFlash(Planned):
     """Lengths and pages of a batch on the device, as all three generations take them."""
 
-    def __init__(self, backend: str, batch: Batch, spec: AttentionSpec, device: str, graph: bool) -> None:
+    def __init__(self, backend: str, batch: Batch, spec: AttentionSpec, device: str, graph: bool, lse: bool) -> None:
         super().__init__(backend=backend, batch=batch, spec=spec)
         self._where = torch.device(device)
-        self._graph = graph
+        self._graph, self._lse = graph, lse
         self._max_q, self._max_k = max(batch.q_lens), max(batch.kv_lens)
         self._hnd = batch.layout == "paged_hnd"
         self._cu_q = self._int32(starts(batch.q_lens))
@@ -117,8 +117,7 @@ class _Fa2(_PlannedFlash):
     """`varlen_fwd`: members of any lengths. It splits the keys only for single-token GQA decodes."""
 
     def __init__(self, backend: str, batch: Batch, spec: AttentionSpec, device: str, graph: bool, lse: bool) -> None:
-        super().__init__(backend, batch, spec, device, graph)
-        self._lse = lse
+        super().__init__(backend, batch, spec, device, graph, lse)
         self._refuse_blind_blocks(batch)
         import flash_attn_2_cuda  # type: ignore[import-not-found, unused-ignore]
 
@@ -245,8 +244,8 @@ class _Fa3(_PlannedFlash):
     The latter returns the LSE in newer versions only; without it the plan returns None.
     """
 
-    def __init__(self, backend: str, batch: Batch, spec: AttentionSpec, device: str, graph: bool) -> None:
-        super().__init__(backend, batch, spec, device, graph)
+    def __init__(self, backend: str, batch: Batch, spec: AttentionSpec, device: str, graph: bool, lse: bool) -> None:
+        super().__init__(backend, batch, spec, device, graph, lse)
         import flash_attn_interface  # type: ignore[import-not-found, unused-ignore]
 
         left, right = bounds(spec)
@@ -272,7 +271,8 @@ class _Fa3(_PlannedFlash):
         if self._hnd:
             k_NPGD, v_NPGD = k_NPGD.transpose(1, 2), v_NPGD.transpose(1, 2)
         found = self._call(q_THD, k_NPGD, v_NPGD)
-        return (found[0], found[1].T) if isinstance(found, tuple) else (found, None)
+        out, lse_HT = found[:2] if isinstance(found, tuple) else (found, None)
+        return out, lse_HT.T if self._lse and lse_HT is not None else None
 
 
 class _Fa4(_PlannedFlash):
@@ -282,8 +282,8 @@ class _Fa4(_PlannedFlash):
     keys reach the product: 0 times NaN. Such batches are refused.
     """
 
-    def __init__(self, backend: str, batch: Batch, spec: AttentionSpec, device: str, graph: bool) -> None:
-        super().__init__(backend, batch, spec, device, graph)
+    def __init__(self, backend: str, batch: Batch, spec: AttentionSpec, device: str, graph: bool, lse: bool) -> None:
+        super().__init__(backend, batch, spec, device, graph, lse)
         from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found, unused-ignore]
 
         left, right = bounds(spec)
@@ -320,7 +320,7 @@ class _Fa4(_PlannedFlash):
         elif self._cut is not None:
             k_NPGD, v_NPGD = k_NPGD[:, : self._cut], v_NPGD[:, : self._cut]
         out, lse_HT = self._call(q_THD, k_NPGD, v_NPGD)
-        return out, lse_HT.T
+        return out, lse_HT.T if self._lse else None
 
 
 def _tiles(spec: AttentionSpec) -> tuple[int, ...]:

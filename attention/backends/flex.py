@@ -52,8 +52,8 @@ class FlexAttention:
         if refused:
             raise UserError(f"{self.name}: no {', '.join(refused)}")
         if has_nothing_to_read(batch):
-            return PlannedBlind(self.name, batch, spec)
-        return _PlannedFlex(self.name, batch, spec, self.device)
+            return PlannedBlind(self.name, batch, spec, lse=lse)
+        return _PlannedFlex(self.name, batch, spec, self.device, lse=lse)
 
 
 def attend(
@@ -100,11 +100,11 @@ def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 
 
 class _PlannedFlex(Planned):
-    def __init__(self, backend: str, batch: Batch, spec: AttentionSpec, device: str) -> None:
+    def __init__(self, backend: str, batch: Batch, spec: AttentionSpec, device: str, *, lse: bool) -> None:
         from torch.nn.attention.flex_attention import create_block_mask
 
         super().__init__(backend=backend, batch=batch, spec=spec)
-        self._where = torch.device(device)
+        self._where, self._lse = torch.device(device), lse
         same_q, same_k = len(set(batch.q_lens)) == 1, len(set(batch.kv_lens)) == 1
         self._rows = len(batch.q_lens) if same_q and (same_k or batch.layout != "ragged") else 1
         together = self._rows > 1
@@ -126,6 +126,7 @@ class _PlannedFlex(Planned):
     def run(
         self, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self._check_tokens(q_THD)
         q_RHQD = q_THD.view(self._rows, self._queries, *q_THD.shape[1:]).transpose(1, 2)
         out, lse = self._attend(
             q_RHQD,
@@ -137,7 +138,8 @@ class _PlannedFlex(Planned):
             self._sinks_H1,
             self._long,
         )
-        return out.transpose(1, 2).reshape(*q_THD.shape[:2], -1), lse.transpose(1, 2).reshape(q_THD.shape[:2])
+        out_THD = out.transpose(1, 2).reshape(*q_THD.shape[:2], -1)
+        return out_THD, lse.transpose(1, 2).reshape(q_THD.shape[:2]) if self._lse else None
 
     def _dense(self, cache: torch.Tensor) -> torch.Tensor:
         """Keys (or values) as [R, G, K, D]."""
@@ -146,6 +148,8 @@ class _PlannedFlex(Planned):
             cache = cache[outer, :, inner] if self.batch.layout == "paged_hnd" else cache[outer, inner]
         elif self.batch.layout == "contiguous":
             return cache[:, : self._keys].transpose(1, 2)
+        else:
+            cache = cache[: self._rows * self._keys]
         return cache.view(self._rows, self._keys, *cache.shape[-2:]).transpose(1, 2)
 
     def _gather_index(self, together: bool, same_k: bool) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -101,7 +101,7 @@ def _softmax_times(
     q_HQL = torch.exp(s_HQL.float().double() - top)
     rounded = (q_HQL.to(dtype).double() @ v_HLD) / (q_HQL.sum(-1, keepdim=True) + sunk).clamp_min(_TINY)
     rounded = rounded.to(dtype).double()
-    lse = torch.where(total > 0, total.log() + top, torch.full_like(total, float("-inf")))
+    lse = torch.where(total == 0, torch.full_like(total, float("-inf")), total.log() + top)  # NaN stays NaN
     return out, lse[..., 0], rounded
 
 
@@ -118,13 +118,18 @@ class OracleBackend:
         return []
 
     def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
-        return _PlannedOracle(self.name, batch, spec)
+        return _PlannedOracle(self.name, batch, spec, lse=lse)
 
 
 class _PlannedOracle(Planned):
+    def __init__(self, backend: str, batch: Batch, spec: AttentionSpec, *, lse: bool) -> None:
+        super().__init__(backend, batch, spec)
+        self._lse = lse
+
     def run(
         self, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self._check_tokens(q_THD)
         outs, lses, row = [], [], 0
         for i, q_len in enumerate(self.batch.q_lens):
             mask = None if self.batch.masks is None else self.batch.masks[i]
@@ -133,7 +138,7 @@ class _PlannedOracle(Planned):
             outs.append(truth.out_QHD.to(q_THD.dtype))
             lses.append(truth.lse_QH.float())
             row += q_len
-        return torch.cat(outs), torch.cat(lses)
+        return torch.cat(outs), torch.cat(lses) if self._lse else None
 
     def replan(self, batch: Batch) -> None:
         self._check_fits(batch)

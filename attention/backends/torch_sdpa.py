@@ -54,9 +54,9 @@ class TorchSdpa:
         if refused:
             raise UserError(f"{self.name}: no {', '.join(refused)}")
         if has_nothing_to_read(batch):
-            return PlannedBlind(self.name, batch, spec)
+            return PlannedBlind(self.name, batch, spec, lse=lse)
         planned = _PlannedTogether if self._in_one_call(batch, spec) else _PlannedMembers
-        return planned(self.name, batch, spec, self.kernel, self.device)
+        return planned(self.name, batch, spec, self.kernel, self.device, lse=lse and self.kernel != "math")
 
     def _in_one_call(self, batch: Batch, spec: AttentionSpec) -> bool:
         """Members of equal lengths, and single-token decodes where a mask may hide their padding."""
@@ -71,8 +71,9 @@ class TorchSdpa:
 
 
 class _PlannedSdpa(Planned):
-    def __init__(self, backend: str, batch: Batch, spec: AttentionSpec, kernel: str, device: str) -> None:
+    def __init__(self, backend: str, batch: Batch, spec: AttentionSpec, kernel: str, device: str, *, lse: bool) -> None:
         super().__init__(backend=backend, batch=batch, spec=spec)
+        self._lse = lse
         if batch.paged:
             self.forced_copies.append("paged KV gathered to dense")
         self._where = torch.device(device)
@@ -179,6 +180,7 @@ class _PlannedSdpa(Planned):
 
     def _finish(self, out_THD: torch.Tensor, lse_TH: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows that see no key: the kernels give NaN, 0 or the mean, and LSE of either infinity."""
+        lse_TH = lse_TH if self._lse else None
         if self._blind is not None:
             out_THD = out_THD.index_fill(0, self._blind, 0)
             lse_TH = None if lse_TH is None else lse_TH.index_fill(0, self._blind, float("-inf"))
@@ -204,12 +206,13 @@ class _PlannedMembers(_PlannedSdpa):
     def run(
         self, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self._check_tokens(q_THD)
         if self._alone:
             # Nothing to put together: the kernel's own output, without a copy.
             out, lse = self._one(0, q_THD, k_NPGD, v_NPGD)
             return self._finish(out, lse)
         out_THD = q_THD.new_empty(q_THD.shape[0], self.spec.heads_q, self.spec.head_dim_vo)
-        lse_TH = None if self._kernel == "math" else q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+        lse_TH = None if not self._lse else q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
         for i, rows in enumerate(self._rows):
             if self.batch.q_lens[i] == 0 or self.batch.kv_lens[i] == 0:
                 continue
@@ -284,6 +287,7 @@ class _PlannedTogether(_PlannedSdpa):
     def run(
         self, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self._check_tokens(q_THD)
         members, q_len = len(self.batch.q_lens), self.batch.q_lens[0]
         q_BHQD = q_THD.view(members, q_len, *q_THD.shape[1:]).transpose(1, 2)
         k_BGLD, v_BGLD = self._dense(k_NPGD), self._dense(v_NPGD)
@@ -295,7 +299,7 @@ class _PlannedTogether(_PlannedSdpa):
         """Keys (or values) of all members, [B, G, L, D]."""
         members = len(self.batch.kv_lens)
         if self.batch.layout == "ragged":
-            return cache.view(members, -1, *cache.shape[1:]).transpose(1, 2)
+            return cache[: members * self._length].view(members, -1, *cache.shape[1:]).transpose(1, 2)
         if self.batch.layout == "contiguous":
             dense = cache[:, : self._length]
             if self._is_padded:

@@ -174,7 +174,7 @@ class TritonPaged:
 
     def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
         """Raises UserError on the CPU without the interpreter, and for what no rule of the matrix can say: a KV dtype
-        that is neither q's nor a float8, a custom mask in a graph, a scale that is not positive."""
+        that is neither q's nor a float8, a custom mask in a graph."""
         if self.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise UserError(
                 "triton:paged runs on the CPU in Triton's interpreter only: start the process with TRITON_INTERPRET=1"
@@ -183,14 +183,12 @@ class TritonPaged:
             raise UserError(f"{self.name}: KV of {spec.kv_dtype} under {spec.dtype}; float8 or q's own dtype only")
         if graph and batch.masks is not None:
             raise UserError(f"{self.name}: a captured graph cannot take other masks; plan without a graph")
-        if not spec.scale > 0:
-            raise UserError(f"{self.name}: the softmax scale must be positive, not {spec.scale}")
         prefill = self._prefill or default_tiles(_PREFILL, spec, batch.page_size)
         if batch.masks is not None:
             # The pipeline holds the mask's blocks too, and shared memory (227 KiB on Hopper) is full of keys.
             prefill = replace(prefill, num_stages=min(2, prefill.num_stages))
         decode = self._decode or default_tiles(_DECODE, spec, batch.page_size)
-        return _PlannedPaged(batch, spec, self.device, graph=graph, prefill=prefill, decode=decode)
+        return _PlannedPaged(batch, spec, self.device, graph=graph, lse=lse, prefill=prefill, decode=decode)
 
 
 @dataclass
@@ -206,10 +204,18 @@ class _Part:
 
 class _PlannedPaged(Planned):
     def __init__(
-        self, batch: Batch, spec: AttentionSpec, device: str, *, graph: bool, prefill: Tiles, decode: Tiles
+        self,
+        batch: Batch,
+        spec: AttentionSpec,
+        device: str,
+        *,
+        graph: bool,
+        lse: bool,
+        prefill: Tiles,
+        decode: Tiles,
     ) -> None:
         super().__init__(backend=TritonPaged.name, batch=batch, spec=spec)
-        self._device, self._graph = device, graph
+        self._device, self._graph, self._lse = device, graph, lse
         ratio = spec.heads_q // spec.heads_kv
         few = [i for i, q_len in enumerate(batch.q_lens) if 0 < q_len <= _FEW_TOKENS]
         many = [i for i, q_len in enumerate(batch.q_lens) if q_len > _FEW_TOKENS]
@@ -401,13 +407,23 @@ class _PlannedPaged(Planned):
     def run(
         self, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self._check_tokens(q_THD)
         if not q_THD.stride(-1) == k_NPGD.stride(-1) == v_NPGD.stride(-1) == 1:
             raise UserError(f"{self.backend}: the head dim of q, K and V must have stride 1")
         out_THD = q_THD.new_empty(q_THD.shape[0], self.spec.heads_q, self.spec.head_dim_vo)
         lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
         k_page, k_slot, k_head = _strides(k_NPGD, self.batch.layout)
         v_page, v_slot, v_head = _strides(v_NPGD, self.batch.layout)
-        shared_v = self._may_share and k_NPGD.data_ptr() == v_NPGD.data_ptr() and (k_page, k_slot) == (v_page, v_slot)
+        shared_v = (
+            self._may_share
+            and k_NPGD.data_ptr() == v_NPGD.data_ptr()
+            and (k_page, k_slot, k_head)
+            == (
+                v_page,
+                v_slot,
+                v_head,
+            )
+        )
         for launch, options, name in self._launches:
             with _named(name, self._device):
                 launch(
@@ -422,7 +438,7 @@ class _PlannedPaged(Planned):
             launch, options = self._combine
             with _named("attention_release_paged_combine", self._device):
                 launch(out_THD, lse_TH, **options)
-        return out_THD, lse_TH
+        return out_THD, lse_TH if self._lse else None
 
 
 def _strides(cache: torch.Tensor, layout: str) -> tuple[int, int, int]:

@@ -14,12 +14,12 @@ import math
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from packaging.specifiers import SpecifierSet
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from attention.cases import AttentionCase
+from attention.cases import AttentionCase, DType
 from attention.errors import UserError
 from attention.reasons import Code, Reason
 from attention.yaml_file import read_yaml
@@ -224,7 +224,7 @@ def _dimensions(case: AttentionCase, device: str) -> dict[str, Any]:
         "shortest_kv_len": min((m.kv_len for m in case.members if m.kv_len), default=math.inf),
         "contiguous_padding": case.layout == "contiguous" and len({m.kv_len for m in case.members}) > 1,
         "triton_interpreter": os.environ.get("TRITON_INTERPRET") == "1",
-        "kv_dtype_effective": case.dtype if case.kv_dtype == "auto" else case.kv_dtype,
+        "kv_dtype_effective": _kv_dtype(case),
     }
     if values["device"] == "cuda":
         import torch
@@ -236,6 +236,13 @@ def _dimensions(case: AttentionCase, device: str) -> dict[str, Any]:
             raise
         values["compute_capability"] = major * 10 + minor
     return values
+
+
+def _kv_dtype(case: AttentionCase) -> str:
+    """What K and V are stored in. No kernel takes them in another unquantised dtype than the query's."""
+    if case.kv_dtype in ("auto", case.dtype):
+        return case.dtype
+    return f"{case.kv_dtype} under {case.dtype}" if case.kv_dtype in get_args(DType) else case.kv_dtype
 
 
 def _importable(package: str) -> bool:

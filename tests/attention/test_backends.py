@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from attention.backends import NAMES, create, expand
-from attention.backends.base import AttentionSpec, Batch, Planned, case_of
+from attention.backends.base import AttentionSpec, Backend, Batch, Planned, case_of
+from attention.backends.oracle import OracleBackend
 from attention.cases import AttentionCase
 from attention.confirm import backend_of, watch
 from attention.errors import UserError
@@ -227,6 +228,80 @@ def test_a_batch_whose_pages_cannot_hold_its_keys_is_refused() -> None:
         Batch((1, 1), (16, 33), ((0,), (1, 2)), 16)
     with pytest.raises(ValueError, match="one entry a member"):
         Batch((1, 1), (16,), ((0,),), 16)
+
+
+_ALL = torch.ones(1, 16, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"q_lens": ()}, "one entry a member"),
+        ({"q_lens": (-1,)}, "no length is negative"),
+        ({"page_size": 0}, "needs a page size"),
+        ({"masks": ()}, "masks must have one entry a member"),
+        ({"masks": (_ALL[:, :8],)}, "masks must have one entry a member"),
+        ({"masks": (_ALL.float(),)}, "masks must be boolean"),
+    ],
+)
+def test_a_batch_that_does_not_fit_together_is_refused(changes: dict[str, Any], why: str) -> None:
+    sound: dict[str, Any] = {"q_lens": (1,), "kv_lens": (16,), "block_tables": ((0,),), "page_size": 16}
+    Batch(**sound, masks=(_ALL,))
+    with pytest.raises(ValueError, match=why):
+        Batch(**{**sound, **changes})
+    with pytest.raises(ValueError, match="a batch has a member at least"):
+        Batch((), (), page_size=16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"heads_q": 5}, "5 query heads over 2 KV heads"),
+        ({"scale": float("nan")}, "scale must be positive and finite"),
+        ({"softcap": 0.0}, "softcap must be positive"),
+        ({"kv_dtype": torch.float8_e4m3fn, "k_scale": -1.0}, "k_scale must be positive"),
+        ({"k_scale": 2.0}, "belong to quantised KV"),
+        ({"kv_dtype": torch.float32, "v_scale": 2.0}, "belong to quantised KV"),
+        ({"sinks": (1.0,) * 3}, "sinks must have one entry a query head: 4, not 3"),
+        ({"alibi_slopes": (1.0,) * 5}, "alibi_slopes must have one entry a query head"),
+    ],
+)
+def test_a_spec_that_no_kernel_means_is_refused(changes: dict[str, Any], why: str) -> None:
+    sound = AttentionSpec(4, 2, 16, 16, torch.float32, 0.25)
+    with pytest.raises(ValueError, match=why):
+        replace(sound, **changes)
+    assert replace(sound, kv_dtype=torch.float32) == sound
+
+
+def test_keys_in_another_dtype_than_the_querys_are_refused_by_rule() -> None:
+    for kv_dtype, says in (("float16", "float16 under bfloat16"), ("bfloat16", None), ("int8", "int8")):
+        found = create("torch_sdpa:math").check(case("decode", "q1s16", "bfloat16", kv_dtype=kv_dtype))
+        assert [reason.observed for reason in found] == [says] * (says is not None)
+
+
+@pytest.mark.parametrize("batch", ["2q1s4", "2q2s4", "q1s4_q2s4"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_to_spare_of_a_ragged_cache_are_not_read(kernel: str, batch: str) -> None:
+    problem = make(case("extend", batch, "float32", layout="ragged", page_size=None), "normal", 1)
+    spare = torch.full((2, *problem.k.shape[1:]), torch.nan)
+    wide = replace(problem, k=torch.cat([problem.k, spare]), v=torch.cat([problem.v, spare]))
+    assert judge(problem, *run(kernel, wide))[1] == []
+
+
+@pytest.mark.parametrize("backend", [*(create(f"torch_sdpa:{kernel}") for kernel in KERNELS), OracleBackend()])
+def test_a_plan_takes_the_query_tokens_that_it_was_made_for_and_gives_an_lse_where_asked(backend: Backend) -> None:
+    for batch in ("q1s16", "2q1s16", "q2s0"):
+        problem = make(case("extend", batch, "float32"), "normal", 1)
+        planned = backend.plan(problem.batch, problem.spec, lse=False)
+        assert planned.run(problem.q_THD, problem.k, problem.v)[1] is None
+        with pytest.raises(ValueError, match=r"planned for \d query tokens, not \d"):
+            planned.run(torch.cat([problem.q_THD, problem.q_THD[:1]]), problem.k, problem.v)
+
+
+def test_the_oracle_calls_a_nan_a_nan() -> None:
+    problem = make(case("decode", "q1s16", "float32"), "normal", 1)
+    out, lse = OracleBackend().plan(problem.batch, problem.spec).run(problem.q_THD * torch.nan, problem.k, problem.v)
+    assert out.isnan().all() and lse is not None and lse.isnan().all()
 
 
 def test_a_step_of_a_model_is_a_case_with_its_lengths() -> None:
