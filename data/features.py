@@ -35,8 +35,9 @@ def language_of(text: str) -> str:
 
     Kana beside Han is Japanese, Han alone Chinese; text in several of these scripts goes to the most frequent.
     """
-    letters = _LETTER.findall(text[:_LOOKED_AT])
-    if text.isascii() or not letters:
+    head = text[:_LOOKED_AT]
+    letters = [] if head.isascii() else _LETTER.findall(head)
+    if not letters:
         return UNDETERMINED
     scripts = Counter(unicodedata.name(letter, "").partition(" ")[0] for letter in letters)
     kana = sum(scripts[name] for name in _JAPANESE)

@@ -30,20 +30,31 @@ _KEY_FORMS = (
     r"npm_[A-Za-z0-9]{36}",
     r"SG\.[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,}",  # SendGrid
 )
+_KEY_STARTS = (
+    *("sk-", "pk-lf-", "_live_", "_test_", "akia", "asia", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
+    *("glpat-", "xox", "aiza", "hf_", "gsk_", "nvapi-", "npm_", "sg."),
+)
+_SHORTEST = len("a@b.de")
 _IN_A_QUERY = "api[_-]?key|key|token|access[_-]?token|auth|password|passwd|pwd|secret|sig|signature"
 
-_PATTERNS = (
+# What a text must hold, in lower case, before the pattern is tried: most texts hold none of it.
+_PATTERNS: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = (
     (
+        ("private key",),
         re.compile(r"-----BEGIN (?P<k>[A-Z ]{0,20}PRIVATE KEY)-----(?:(?!-----).)*(?:-----END (?P=k)-----)?", re.S),
         "<private_key>",
     ),
-    (re.compile(r"(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*", re.A), "<jwt>"),
-    (re.compile(r"(?<![\w-])(?:" + "|".join(_KEY_FORMS) + ")"), "<api_key>"),
-    (re.compile(r"\b(bearer)\s+[A-Za-z0-9._~+/-]{16,}=*", re.I), r"\1 <token>"),
-    (re.compile(r"\b(authorization:\s*basic)\s+[A-Za-z0-9+/]{8,}=*", re.I), r"\1 <token>"),
-    (re.compile(r"(?<![\w+.-])([a-z][a-z0-9+.-]{1,20}://)[^\s/?#@:\"'<>]*:[^\s/?#@\"'<>]+@", re.I), r"\1<password>@"),
-    (re.compile(rf"([?&](?:{_IN_A_QUERY})=)(?!<)[^&\s\"'<>#]+", re.I), r"\1<password>"),
-    (re.compile(r"(?<![\w.%+-])[\w.%+-]+@(?:[a-z0-9-]+\.)+[a-z]{2,}", re.I | re.A), "<email>"),
+    (("eyj",), re.compile(r"(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*", re.A), "<jwt>"),
+    (_KEY_STARTS, re.compile(r"(?<![A-Za-z0-9_-])(?:" + "|".join(_KEY_FORMS) + ")"), "<api_key>"),
+    (("bearer",), re.compile(r"\b(bearer)\s+[A-Za-z0-9._~+/-]{16,}=*", re.I), r"\1 <token>"),
+    (("basic",), re.compile(r"\b(authorization:\s*basic)\s+[A-Za-z0-9+/]{8,}=*", re.I), r"\1 <token>"),
+    (
+        ("://",),
+        re.compile(r"(?<![\w+.-])([a-z][a-z0-9+.-]{1,20}://)[^\s/?#@:\"'<>]*:[^\s/?#@\"'<>]+@", re.I),
+        r"\1<password>@",
+    ),
+    (("?", "&"), re.compile(rf"([?&](?:{_IN_A_QUERY})=)(?!<)[^&\s\"'<>#]+", re.I), r"\1<password>"),
+    (("@",), re.compile(r"(?<![\w.%+-])[\w.%+-]+@(?:[a-z0-9-]+\.)+[a-z]{2,}", re.I | re.A), "<email>"),
 )
 _IP6 = re.compile(
     r"(?<![\w:.])(?=[0-9A-Fa-f]{0,4}:)(?:[0-9A-Fa-f:]{1,30}:\d{1,3}(?:\.\d{1,3}){3}|[0-9A-Fa-f:]{3,39})(?![\w:])", re.A
@@ -53,8 +64,12 @@ _IP4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?!\w|\.\d)", re.A)
 
 def redact(text: str) -> str:
     """The text with a placeholder for every credential and address that it holds."""
-    for pattern, placeholder in _PATTERNS:
-        text = pattern.sub(placeholder, text)
+    if len(text) < _SHORTEST:
+        return text
+    lowered = text.lower()
+    for markers, pattern, placeholder in _PATTERNS:
+        if any(marker in lowered for marker in markers):
+            text = pattern.sub(placeholder, text)
     return _IP4.sub(_address, _IP6.sub(_address, text))
 
 
