@@ -31,7 +31,7 @@ from prefect.states import Failed
 from attention.errors import UserError
 from data.candidate import Cell, Loaded, candidate_named, load_candidate
 from data.paths import cell_dir, lake_dir
-from data.requests import TrafficRequest, read_traffic, scale
+from data.requests import TrafficRequest, scale
 from flows.up import up
 from gates.verdict import GateReport, Verdict
 from tasks import canary, environment, expand, figures, hold, instances, lifecycle, shadow
@@ -250,7 +250,9 @@ class _Release:
     def _requests(self) -> list[TrafficRequest]:
         from transformers import AutoTokenizer
 
-        traffic = read_traffic(self.context.candidate.traffic_path)
+        traffic = self.context.candidate.traffic()
+        if traffic.sample is not None:
+            self.context.say(f"traffic: {traffic.sample}")
         for line in traffic.rejected[:3]:
             self.context.say(f"traffic: line {line.line} left out: {line.reason}")
         if len(traffic.rejected) > 3:
