@@ -251,7 +251,7 @@ class _Release:
         from transformers import AutoTokenizer
 
         traffic = self.context.candidate.traffic()
-        if traffic.sample is not None:
+        if traffic.sample is not None and traffic.sample.sampled < traffic.sample.requests:
             self.context.say(f"traffic: {traffic.sample}")
         for line in traffic.rejected[:3]:
             self.context.say(f"traffic: line {line.line} left out: {line.reason}")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from data.jsonl import Rejected
@@ -41,7 +41,7 @@ _PARAMETERS = {  # name in the conventions -> OpenAI's
 
 
 def recognises(row: Mapping[str, Any]) -> bool:
-    return bool({"resourceSpans", "resourceLogs", "resource_spans"} & row.keys())
+    return bool({"resourceSpans", "resourceLogs"} & row.keys())
 
 
 def read(lines: Iterable[Line]) -> Iterator[Found]:
@@ -51,32 +51,50 @@ def read(lines: Iterable[Line]) -> Iterator[Found]:
             continue
         number, row = found
         try:
-            yield from _requests(number, row)
-        except (AttributeError, TypeError, ValueError) as error:
+            spans = [*_nested(row, "resourceSpans", "scopeSpans", "spans")]
+            records = [*_nested(row, "resourceLogs", "scopeLogs", "logRecords")]
+        except (AttributeError, TypeError) as error:
             yield Rejected(number, f"no OTLP in JSON: {error}")
+            continue
+        for of, held in ((_of_span, spans), (_of_record, records)):
+            yield from _each(number, of, held)
 
 
-def _requests(number: int, row: Mapping[str, Any]) -> Iterator[Found]:
-    for scope in _nested(row, "resourceSpans", "scopeSpans"):
-        for span in scope.get("spans") or ():
-            events = span.get("events") or ()
-            attributes = _attributes(span)
-            for event in events:
-                if event.get("name") == _DETAILS_EVENT:
-                    attributes = {**attributes, **_attributes(event)}
-            if _is_request(attributes):
-                yield _request(number, span, span.get("startTimeUnixNano"), attributes, events)
-    for scope in _nested(row, "resourceLogs", "scopeLogs"):
-        for record in scope.get("logRecords") or ():
-            attributes = _attributes(record)
-            if _DETAILS_EVENT in (record.get("eventName"), attributes.get("event.name")) and _is_request(attributes):
-                moment = first_of(record, "timeUnixNano", "observedTimeUnixNano")
-                yield _request(number, record, moment, attributes, ())
+def _each(number: int, of: Callable[[int, Any], Found | None], held: Iterable[Any]) -> Iterator[Found]:
+    """A line holds hundreds of spans: one that is broken costs itself alone."""
+    for one in held:
+        try:
+            request = of(number, one)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            yield Rejected(number, f"no OTLP in JSON: {error}")
+            continue
+        if request is not None:
+            yield request
 
 
-def _nested(row: Mapping[str, Any], outer: str, inner: str) -> Iterator[Mapping[str, Any]]:
+def _of_span(number: int, span: Mapping[str, Any]) -> Found | None:
+    events = span.get("events") or ()
+    attributes = _attributes(span)
+    for event in events:
+        if event.get("name") == _DETAILS_EVENT:
+            attributes = {**attributes, **_attributes(event)}
+    if not _is_request(attributes):
+        return None
+    return _request(number, span, span.get("startTimeUnixNano"), attributes, events)
+
+
+def _of_record(number: int, record: Mapping[str, Any]) -> Found | None:
+    attributes = _attributes(record)
+    if _DETAILS_EVENT not in (record.get("eventName"), attributes.get("event.name")) or not _is_request(attributes):
+        return None
+    moment = first_of(record, "timeUnixNano", "observedTimeUnixNano")
+    return _request(number, record, moment, attributes, ())
+
+
+def _nested(row: Mapping[str, Any], outer: str, inner: str, innermost: str) -> Iterator[Any]:
     for resource in row.get(outer) or ():
-        yield from resource.get(inner) or ()
+        for scope in resource.get(inner) or ():
+            yield from scope.get(innermost) or ()
 
 
 def _is_request(attributes: Mapping[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from data.jsonl import Rejected
 from data.readers.otel import read
 from tests.data.readers.logs import lines, reason, rows
 
@@ -171,3 +172,10 @@ def test_spans_of_other_operations_are_no_requests_and_one_line_may_hold_several
 )
 def test_what_cannot_be_replayed_says_why(line: dict[str, Any], why: str) -> None:
     assert why in reason(read(lines(line)))
+
+
+def test_a_broken_span_costs_itself_alone() -> None:
+    broken = [span(USAGE | {"gen_ai.input.messages": 3}), span(USAGE, attributes=[{"value": {}}])]
+    first, second, good = read(lines(export(*broken, span(USAGE))))
+    assert [type(found) for found in (first, second)] == [Rejected, Rejected]
+    assert [row["shape"] for row in rows([good])] == [{"prompt_tokens": 97}]

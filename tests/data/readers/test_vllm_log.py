@@ -87,6 +87,21 @@ def test_the_two_lines_of_later_versions_are_joined_by_the_id() -> None:
     assert first["t_s"] - second["t_s"] == 1.0
 
 
+def test_the_line_of_the_first_versions_is_read_too() -> None:
+    log = lines(
+        "INFO 02-01 06:36:12 async_llm_engine.py:436] Received request cmpl-a-0: prompt: 'x', prefix_pos: None,"
+        f"sampling_params: {params(temperature=0.1, frequency_penalty=0.5)}, prompt_token_ids: [], lora_request: None."
+    )
+    [row] = rows(read(log))
+    assert row["body"] == {
+        "model": "vllm",
+        "prompt": "x",
+        "temperature": 0.1,
+        "frequency_penalty": 0.5,
+        "max_tokens": 120,
+    }
+
+
 def test_token_ids_without_text_count_by_their_number() -> None:
     [row] = rows(read(lines(received(None, [5, 6, 7, 8]))))
     assert row["shape"] == {"prompt_tokens": 4}
