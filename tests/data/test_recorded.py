@@ -164,11 +164,11 @@ def test_a_synthetic_prompt_outside_of_scaling_has_the_recorded_length(tmp_path:
 
 def test_a_sample_is_drawn_over_lengths_languages_and_features_and_says_what_it_stands_for(tmp_path: Path) -> None:
     draws = random.Random(7)
-    lines: list[Any] = []
+    lines: list[Any] = [b"{", batch(1000, n=2)]
     for number in range(300):
         text = ("注意" if number % 10 == 0 else "word ") * draws.choice((5, 200, 900))
         lines.append(batch(number, text, stream=number % 3 == 0))
-    lines += [b"{", batch(0), batch(1000, n=2)]
+    lines.insert(100, batch(0))
     path = write(tmp_path / "t", *lines)
     traffic = read_traffic(path, max_requests=40)
     assert len(traffic.requests) == 40 == len({r.custom_id for r in traffic.requests})

@@ -59,6 +59,7 @@ def test_an_unknown_file_is_an_error_that_lists_what_is_known(tmp_path: Path) ->
 
 def test_objects_of_no_known_form_are_taken_for_ours_which_says_line_and_field(tmp_path: Path) -> None:
     assert format_of(write(tmp_path / "t", {"prompt": "x"})) == "openai-batch"
+    assert format_of(write(tmp_path / "t", {"log": test_vllm_log.received("x")})) == "openai-batch"
 
 
 @pytest.mark.parametrize("indent", [None, 2])

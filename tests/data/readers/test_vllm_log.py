@@ -44,7 +44,10 @@ def received(prompt: object, ids: object = None, told: str | None = None, when: 
     )
 
 
-TRICKY = "a 'quoted' \"word\", params: SamplingParams(max_tokens=1), prompt_token_ids: [1, 2]\nnext\\line 你好 \x00"
+TRICKY = (
+    "a 'quoted' \"word\", params: PoolingParams(max_tokens=1, guided_decoding=x), prompt_token_ids: [1, 2]\n"
+    "next\\line 你好 \x00"
+)
 
 
 @pytest.mark.parametrize("prompt", ["Do you know the book", "it's", 'say "x"', TRICKY, ""])
