@@ -218,6 +218,11 @@ def scale(traffic: Traffic, plan: TrafficScale, tokenizer: Tokenizer) -> list[Tr
     ]
 
 
+def addressed(requests: Sequence[TrafficRequest], model: str) -> list[TrafficRequest]:
+    """The requests as the server of `model` takes them: by the name in their log it would answer 404."""
+    return [r.model_copy(update={"body": r.body.model_copy(update={"model": model})}) for r in requests]
+
+
 def _rescale(arrivals: Sequence[float], requests_per_s: float) -> list[float]:
     """Arrivals from 0 on with the same pattern of gaps; evenly spread if the file has no gaps."""
     span = arrivals[-1] - arrivals[0]

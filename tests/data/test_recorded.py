@@ -15,7 +15,7 @@ from attention.errors import UserError
 from data.plan import TrafficScale
 from data.readers import FORMATS
 from data.recorded import read_traffic
-from data.requests import lengths, scale, with_texts
+from data.requests import addressed, lengths, scale, with_texts
 from tests.data.readers import test_litellm, test_vllm_log
 from tests.data.readers.logs import write
 from tests.data.readers.test_detection import EXAMPLES
@@ -152,6 +152,12 @@ def test_a_length_only_request_is_played_at_exactly_its_length_and_shares_what_i
         assert 3 * block <= common[0] < 4 * block
         assert block <= common[1] < 2 * block
         assert common[2] < block
+
+
+def test_requests_go_to_the_model_under_test_whatever_their_log_called_its_own(tmp_path: Path) -> None:
+    requests = read_traffic(write(tmp_path / "t", batch(0, top_p=0.5), batch(1, model="other"))).requests
+    sent = [request.payload() for request in addressed(requests, "smollm2")]
+    assert sent == [{**request.payload(), "model": "smollm2"} for request in requests]
 
 
 def test_a_synthetic_prompt_outside_of_scaling_has_the_recorded_length(tmp_path: Path) -> None:
