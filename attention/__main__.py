@@ -392,6 +392,8 @@ def _probe_cells(args: argparse.Namespace) -> int:
     )
     if log:
         log.close()
+        ended = Counter(row.status for row in results if row.level == "execute" or row.status != "pass")
+        print(f"{args.out}: {', '.join(f'{num} {status}' for status, num in ended.items())}", file=sys.stderr)
     if args.json:
         print(json.dumps({"results": [r.model_dump(mode="json") for r in results]}, indent=1))
     elif not args.out:

@@ -135,6 +135,8 @@ def finish_log(path: Path) -> None:
 
 def read_rows(path: Path) -> list[ProbeResult]:
     """Rows that `write_rows`, `RowsLog` or `probe --json` wrote. UserError names the file and the problem."""
+    if not path.is_file():
+        raise UserError(f"observation {path}: no such file; write it with `python -m attention probe --out {path}`")
     try:
         if path.suffix == ".jsonl":
             whole, _, _ = path.read_text().rpartition("\n")  # a line without an end was being written

@@ -213,17 +213,20 @@ def squeeze(out: Path) -> None:
 def backend_table(folder: Path) -> str:
     """The folder as a markdown table, one line a backend. UserError where there is no evidence.
 
-    Cells: right of those that ran, refused by a declared rule, not reached. Checks: passed of those that applied.
+    Cells: right of those that ran, refused by a declared rule (`known_bad` too), not reached. Checks: passed of those
+    that applied; what a library refuses only when it is called, such as strides, counts as not passed.
     """
+    from attention.backends import NAMES
+
     if not (folder / "steps.json").is_file():
-        raise UserError(f"evidence {folder}: no steps.json; run python -m attention.evidence --out {folder}")
+        raise UserError(f"evidence {folder}: no steps.json, so no run of python -m attention.evidence wrote it")
     probes, kernels, overheads = _probes(folder), _kernels(folder), _overheads(folder)
     lines = [
         "| backend | cells right | refused | not reached | checks passed | decode, TB/s of KV | of a plain read "
         "| prefill, TFLOP/s | of FA2 | host overhead, us | graph nodes |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name in dict.fromkeys((*probes, *kernels, *overheads)):
+    for name in (name for name in NAMES if name in {*probes, *kernels, *overheads}):
         cells, checks = probes.get(name, (Counter(), Counter()))
         decode, prefill = (kernels.get(name, {}).get(phase) for phase in ("decode", "prefill"))
         columns = [
@@ -236,7 +239,13 @@ def backend_table(folder: Path) -> str:
             *_overhead(overheads.get(name, [])),
         ]
         lines.append(f"| {' | '.join(columns)} |")
-    return "\n".join([*lines, "", _footer(folder)])
+    return "\n".join([*lines, "", *_reads(kernels), _footer(folder)])
+
+
+def _reads(kernels: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    """The plain reads of the same bytes, that decode is held against."""
+    reads = [(name, phases["decode"]) for name, phases in kernels.items() if name.startswith("read:")]
+    return [f"Plain read: {', '.join(f'`{name}` {_figure(row)} TB/s' for name, row in reads)}."] if reads else []
 
 
 def _footer(folder: Path) -> str:

@@ -10,6 +10,21 @@ import yaml
 from attention.errors import UserError
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """The safe loader; a key that stands twice in a mapping, of which YAML would keep the last, is an error."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge" or not isinstance(key, yaml.ScalarNode):
+                continue
+            if (key.tag, key.value) in seen:
+                raise yaml.composer.ComposerError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
+            seen.add((key.tag, key.value))
+        return node
+
+
 def read_yaml(path: Path) -> Any:
     """The content of a YAML file, by the safe loader. Raises UserError: cannot be read, or not YAML."""
     try:
@@ -19,7 +34,7 @@ def read_yaml(path: Path) -> Any:
     except ValueError as error:  # bytes that are no text, a path with a NUL
         raise UserError(f"{path}: not YAML: {error}") from error
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _UniqueKeys)  # noqa: S506 - a safe loader
     except RecursionError as error:
         raise UserError(f"{path}: not YAML that can be used: nested too deeply") from error
     except Exception as error:  # `2024-99-99` or `!!int x` raises whatever the constructor of that type does

@@ -199,6 +199,8 @@ def _parse(path: Path) -> Candidate:
 def _find(candidate: Path, key: str, name: str) -> Path:
     """A file named by a candidate: relative to the repository, or absolute."""
     path = Path(name) if Path(name).is_absolute() else repo_dir() / name
+    if is_dir(path):
+        raise UserError(f"{candidate}: {key}: {name} is a folder; name a file")
     if not is_file(path):
         siblings = [p.name for p in path.parent.glob("*")] if is_dir(path.parent) else []
         raise UserError(f"{candidate}: {key}: {name} is not there; {nearest(path.name, siblings)}".rstrip("; "))

@@ -451,14 +451,16 @@ class _Release:
         self.tracker.close_release(self.run_id, story, page)
         if record.state == "promoted" and record.champion and record.champion.release_id == self.context.release_id:
             self.tracker.promoted(self.run_id, story, record)
+        own = record.release_id == self.context.release_id
+        taken_back = own and record.state in ("rolling_back", "rolled_back")  # by a person, while it ran
         return ReleaseResult(
             release_id=self.context.release_id,
             candidate=self.context.candidate.candidate.name,
             gpu=self.context.cell.gpu,
             family=self.context.cell.family,
-            state=str(record.state) if self.overruled is None else "held",
+            state=str(record.state) if self.overruled is None else "rolled_back" if taken_back else "held",
             failed_gate=self.failed_gate,
-            reason=self.overruled or record.reason,
+            reason=record.reason if self.overruled is None or taken_back else self.overruled,
             gates=_gates(story, record),
             champion=record.champion.candidate if record.champion else None,
             previous=record.previous.candidate if record.previous else None,

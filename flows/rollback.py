@@ -83,7 +83,8 @@ def rollback(gpu: str, family: str, *, to: str | None = None, reason: str) -> Ro
         target = _target(before, router, to)
         instance = _ready_previous(router, before) if target == "previous" else _living_champion(before)
         try:
-            return _roll_back(_Order(before, target, instance, reason, started), store, router)
+            forward = target == "previous" and before.previous_taken_out()
+            return _roll_back(_Order(before, target, forward, instance, reason, started), store, router)
         except _ChangedError:
             continue
 
@@ -94,6 +95,7 @@ class _Order:
 
     before: Record
     target: Target
+    forward: bool  # a person names a release that was rolled back before: it is good, and may be taken back again
     instance: Instance | None  # that gets all traffic, alive; None where nothing runs
     reason: str
     started: float
@@ -120,18 +122,20 @@ def _roll_back(order: _Order, store: RecordStore, router: EnvoyRouter) -> Rolled
     def finish(record: Record) -> None:
         if not begun:
             _begin(order)(record)
-        _mark(record)
+        _mark(record, "promoted" if order.forward else "rolled_back")
 
     after = store.update(finish, over_lease=True)
     detail = {"share_zero_s": share_zero_s, "confirmed": confirmed, "target": order.target}
     side: Literal["champion", "candidate"] = "champion" if order.target == "previous" else "candidate"
-    problem = write_event(after, "rolled_back", "warning", order.reason, side=side, detail=detail)
+    kind = "restored" if order.forward else "rolled_back"
+    problem = write_event(after, kind, "warning", order.reason, side=side, detail=detail)
     notes += [problem] if problem else []
     for note in notes:
         print(f"rollback: {note}", file=sys.stderr)
     assert after.champion is not None
+    gone = after.previous if order.forward else None
     return RolledBack(
-        release_id=after.release_id or "",
+        release_id=gone.release_id if gone is not None else after.release_id or "",
         serves=after.champion.release_id,
         confirmed=confirmed,
         share_zero_s=share_zero_s,
@@ -156,7 +160,7 @@ def _target(record: Record, router: EnvoyRouter, to: str | None) -> Target:
         raise UserError(f"{record.gpu} {record.family} has no champion: there is nothing to roll back to")
     exposed = record.exposed() or router.exposed()
     half_done = record.state == "rolling_back" and previous is not None and record.release_id == previous.release_id
-    under_way = exposed or half_done or record.lease_live() or record.state == "held"
+    under_way = exposed or record.lease_live() or record.state in ("held", "rolling_back")
     spent = record.previous_taken_out()
     if to is None:
         if exposed or half_done or (under_way and (previous is None or spent)):
@@ -254,7 +258,7 @@ def _begin(order: _Order) -> Callable[[Record], None]:
         unfinished = record.release_id if record.state not in FINAL else None
         record.fence()
         if order.target == "previous":
-            _swap(record, order.instance, unfinished)
+            _swap(record, order.instance, unfinished, order.forward)
         record.state, record.reason = "rolling_back", order.reason
 
     return change
@@ -265,20 +269,24 @@ def _served(record: Record) -> tuple[str | None, str | None]:
     return (champion.release_id if champion else None, previous.release_id if previous else None)
 
 
-def _swap(record: Record, instance: Instance | None, unfinished: str | None) -> None:
-    """Champion and previous change places; the record then tells of the release that was the champion."""
+def _swap(record: Record, instance: Instance | None, unfinished: str | None, forward: bool) -> None:
+    """Champion and previous change places; the record then tells of the release that was the champion, or, going
+    forward again, of the one that is."""
     old, new = record.champion, record.previous
     assert old is not None and new is not None
     if unfinished not in (None, old.release_id):
         record.attempts.append(_attempt(record, "superseded", f"{old.release_id}, its champion, was rolled back"))
     record.champion = new.model_copy(update={"instance": instance or new.instance})
     record.previous = old
-    record.release_id, record.candidate, record.identity = old.release_id, old.candidate, old.identity
+    if forward:
+        record.champion.promoted_at = time.time()
+    told = record.champion if forward else old
+    record.release_id, record.candidate, record.identity = told.release_id, told.candidate, told.identity
 
 
-def _mark(record: Record) -> None:
-    record.state = "rolled_back"
-    record.attempts.append(_attempt(record, "rolled_back", record.reason))
+def _mark(record: Record, state: State) -> None:
+    record.state = state
+    record.attempts.append(_attempt(record, state, record.reason))
 
 
 def _attempt(record: Record, state: State, reason: str) -> Attempt:

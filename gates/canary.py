@@ -10,6 +10,7 @@ with the candidate on the same requests.
 
 from __future__ import annotations
 
+import heapq
 import math
 import statistics as stdlib_statistics
 from collections.abc import Sequence
@@ -18,7 +19,6 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from data.plan import Plan
@@ -153,10 +153,11 @@ class ServedRow:
     wrong_backend: bool
     tpot_s: float | None
     load: float = 1.0  # sequences in the steps that decoded it, on average
+    at_s: float = 0.0  # when it ended, in seconds since 1970
 
 
 _FAST = """side, coalesce(fault, true) as fault, coalesce(num_nonfinite, 0) > 0 as nonfinite,
-  ok and not confirmed as wrong, tpot_s, greatest(coalesce(batch_size_mean, 1), 1) as load"""
+  ok and not confirmed as wrong, tpot_s, greatest(coalesce(batch_size_mean, 1), 1) as load, epoch(time) as at_s"""
 
 
 class _Follower:
@@ -181,9 +182,10 @@ class _Follower:
         with served_rows(self._lake, self._release_id, span, files) as tables:
             frame = rows_of(tables, self._release_id, self._which, _FAST)
         self._seen |= files
-        for side, fault, nonfinite, wrong, tpot_s, load in frame.itertuples(index=False):
-            measured = None if np.isnan(tpot_s) else float(tpot_s)
-            self._rows[side].append(ServedRow(bool(fault), bool(nonfinite), bool(wrong), measured, float(load)))
+        for side, fault, nonfinite, wrong, tpot_s, load, at_s in frame.itertuples(index=False):
+            measured = float(tpot_s) if tpot_s > 0 else None
+            row = ServedRow(bool(fault), bool(nonfinite), bool(wrong), measured, float(load), float(at_s))
+            self._rows[side].append(row)
 
 
 _follow = lru_cache(maxsize=4)(_Follower)
@@ -213,25 +215,29 @@ def breach(candidate: Sequence[ServedRow], control: Sequence[ServedRow], plan: P
 
 
 def _slow(candidate: Sequence[ServedRow], control: Sequence[ServedRow], limits: Limits) -> Breach | None:
-    """Median of TPOT over what control would take under the same load, of the candidate's last requests."""
-    mine = [(row.tpot_s, row.load) for row in candidate if row.tpot_s is not None]
-    theirs = [(row.tpot_s, row.load) for row in control if row.tpot_s is not None]
+    """Median of TPOT over what control took at that time, at the same load, of the candidate's last requests."""
     least, beside = int(limits.value("breach_candidate")), int(limits.value("breach_control"))
+    mine, theirs = _timed(candidate)[-least:], _timed(control)
     if len(mine) < least or len(theirs) < beside:
         return None
-    ratio = stdlib_statistics.median(tpot_s / _at_load(load, theirs, beside) for tpot_s, load in mine[-least:])
+    ratio = stdlib_statistics.median(tpot_s / _beside(row, theirs, beside) for tpot_s, row in mine)
     if ratio <= (most := limits.value("breach_tpot_ratio")):
         return None
     why = f"median TPOT of the candidate's last {least} requests is {ratio:.1f} times control's at the same load"
     return Breach(why, ratio, most)
 
 
-def _at_load(load: float, control: Sequence[tuple[float, float]], num: int) -> float:
-    """Most that control's TPOT would be at this load: median of the `num` rows nearest in load.
+def _timed(rows: Sequence[ServedRow]) -> list[tuple[float, ServedRow]]:
+    """Rows with a TPOT, beside it."""
+    return [(row.tpot_s, row) for row in rows if row.tpot_s is not None]
 
-    A row of a smaller load is taken times the loads' ratio. That is the most that a batch costs, running its
-    sequences one after another; on a CPU it is about what it does cost. Arms under unequal load are so compared
-    in the candidate's favour, and never the other way.
+
+def _beside(row: ServedRow, control: Sequence[tuple[float, ServedRow]], num: int) -> float:
+    """Most that control's TPOT would be at the load of this row: median of the `num` rows nearest in time.
+
+    Near in time, since what slows the machine slows both arms. A row of a smaller load is taken times the loads'
+    ratio: the most that a batch costs is that its sequences run one after another. So arms under unequal load are
+    compared in the candidate's favour; what that hides is left to the end of the step, where users' times count.
     """
-    near = sorted(control, key=lambda row: abs(math.log(row[1] / load)))[:num]
-    return stdlib_statistics.median(tpot_s * max(1.0, load / its_load) for tpot_s, its_load in near)
+    near = heapq.nsmallest(num, control, key=lambda timed: abs(timed[1].at_s - row.at_s))
+    return stdlib_statistics.median(tpot_s * max(1.0, row.load / other.load) for tpot_s, other in near)

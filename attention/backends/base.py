@@ -62,6 +62,15 @@ class Batch:
         return self.layout.startswith("paged")
 
 
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """One slope a head, as models with ALiBi have them (Press et al., "Train short, test long", and their code for
+    numbers of heads that are no power of two). FlashInfer takes no others."""
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (h + 1) / power) for h in range(power)]
+    slopes += [2.0 ** (-4.0 * (2 * h + 1) / power) for h in range(num_heads - power)]
+    return tuple(slopes)
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """What stays the same for every layer of a model: heads, dims, dtype and features."""

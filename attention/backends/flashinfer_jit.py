@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from attention.backends.base import AttentionSpec, Batch
 from attention.backends.flashinfer import FlashInfer
-from attention.backends.flashinfer_plan import alibi_slopes, imported, starts_of
+from attention.backends.flashinfer_plan import imported, starts_of
 from attention.cases import AttentionCase
 
 
@@ -94,5 +94,4 @@ def _shape_of(case: AttentionCase) -> tuple[Batch, AttentionSpec]:
         layout=case.layout,
         masks=masks if case.custom_mask else None,
     )
-    spec = spec_of(case)
-    return batch, replace(spec, alibi_slopes=alibi_slopes(case.heads_q)) if case.alibi else spec
+    return batch, spec_of(case)

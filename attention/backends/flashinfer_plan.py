@@ -12,21 +12,13 @@ from typing import Any
 
 import torch
 
-from attention.backends.base import AttentionSpec, Batch, Planned, positions_mask
+from attention.backends.base import AttentionSpec, Batch, Planned, alibi_slopes, positions_mask
 from attention.errors import UserError
 
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
 LN_2 = math.log(2)
 
 _workspaces: dict[tuple[torch.device, bool], torch.Tensor] = {}
-
-
-def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """The slopes that FlashInfer gives its heads (utils.py get_alibi_slopes); it takes no others."""
-    power = 1 << (num_heads.bit_length() - 1)
-    slopes = [2.0 ** (-8.0 * (h + 1) / power) for h in range(power)]
-    slopes += [2.0 ** (-4.0 * (2 * h + 1) / power) for h in range(num_heads - power)]
-    return tuple(slopes)
 
 
 def workspace(device: torch.device, *, counters: bool = False) -> torch.Tensor:

@@ -144,13 +144,14 @@ def batch_invariance(backend: Backend, case: AttentionCase, device: str) -> list
 
 
 def alone(problem: Problem, member: int) -> Problem:
-    """The problem of one member, on the same cache."""
+    """The problem of one member, on its part of the same cache."""
     batch, truth = problem.batch, problem.truth
     start = sum(batch.q_lens[:member])
     rows = slice(start, start + batch.q_lens[member])
     k, v = problem.k, problem.v
     if batch.layout == "contiguous":
-        k, v = k[member : member + 1], v[member : member + 1]
+        longest = batch.kv_lens[member]  # some libraries plan for a cache as long as its longest member
+        k, v = k[member : member + 1, :longest], v[member : member + 1, :longest]
     elif batch.layout == "ragged":
         first = sum(batch.kv_lens[:member])
         k, v = (t[first : first + batch.kv_lens[member]] for t in (k, v))

@@ -4,8 +4,8 @@ Three kinds of inputs. `normal` is N(0, 1). `needle` puts a key aligned with eac
 first, the last and a page-boundary position, with position-coded V: random inputs average a lost
 key away (0.7 % of the output at 16k keys), a needle does not (43 %). `large_logit` has logits of
 several tens, where a kernel that rescales wrongly overflows.
-Slots that no member owns hold NaN, and pages are handed out in shuffled order. ALiBi slopes and sinks are
-large enough to matter, quantised KV has scales of 1/4 and 1/2, and a custom mask hides a third of the keys.
+Slots that no member owns hold NaN, and pages are handed out in shuffled order. Sinks are large enough to matter,
+ALiBi slopes are those of models, quantised KV has scales of 1/4 and 1/2, and a custom mask hides a third of the keys.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.backends.base import AttentionSpec, Batch
+from attention.backends.base import AttentionSpec, Batch, alibi_slopes
 from attention.backends.oracle import Truth, attend
 from attention.cases import AttentionCase, Inputs
 
@@ -49,8 +49,7 @@ def spec_of(case: AttentionCase) -> AttentionSpec:
         kv_dtype=getattr(torch, case.kv_dtype) if quantised else None,
         k_scale=0.25 if quantised else 1.0,
         v_scale=0.5 if quantised else 1.0,
-        # Powers of two, as ALiBi has them; the distances are whole numbers.
-        alibi_slopes=tuple(2.0 ** -(1 + h % 8) for h in heads) if case.alibi else None,
+        alibi_slopes=alibi_slopes(case.heads_q) if case.alibi else None,
         sinks=tuple(2.0 + 0.5 * (h % 4) for h in heads) if case.sinks else None,
     )
 

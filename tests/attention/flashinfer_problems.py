@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from attention.backends.base import member_keys
-from attention.backends.flashinfer_plan import alibi_slopes
 from attention.backends.oracle import Truth, attend
 from attention.cases import AttentionCase
 from attention.replay.problems import Inputs, Problem, make
@@ -32,10 +31,8 @@ def case(batch: str = "q5s37_q1s16_q20", **changes: Any) -> AttentionCase:
 
 
 def problem_of(one: AttentionCase, inputs: Inputs, seed: int, *, device: str = "cpu") -> Problem:
-    """As `make`, with FlashInfer's own ALiBi slopes, and with V as the first columns of K in absorbed MLA."""
+    """As `make`, with V as the first columns of K in absorbed MLA."""
     problem = make(one, inputs, seed, device=device)
-    if one.alibi:
-        problem = with_truth(replace(problem, spec=replace(problem.spec, alibi_slopes=alibi_slopes(one.heads_q))))
     if (one.heads_kv, one.head_dim_qk, one.head_dim_vo) == (1, 576, 512):
         problem = with_truth(replace(problem, v=problem.k[..., :512]))
     return problem

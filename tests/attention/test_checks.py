@@ -468,6 +468,17 @@ def test_a_member_that_is_wrong_in_company_is_drift() -> None:
     assert {*codes("batch_invariance", Mutant(result=neighbours), case())} == {Code.NUMERIC_DRIFT}
 
 
+def test_a_member_alone_gets_a_cache_of_its_own_length() -> None:
+    """FlashInfer plans for a contiguous cache as long as its longest member, and takes no longer one."""
+
+    def strict(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        assert k.shape[1] == v.shape[1] == max(planned.batch.kv_lens)
+        return q, k, v
+
+    contiguous = case(batch="q5s37_q20", layout="contiguous", page_size=None)
+    assert run_check("batch_invariance", Mutant(inputs=strict), contiguous) == []
+
+
 def emulated(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
     """A captured graph, as far as the CPU has one: static output, made in inference mode, that each replay fills."""
     with torch.inference_mode():

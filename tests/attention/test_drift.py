@@ -76,7 +76,7 @@ def test_what_is_no_observation_is_named(tmp_path: Path) -> None:
     bad.write_text("[]")
     with pytest.raises(UserError, match="not written by `probe --out`"):
         read_rows(bad)
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="no such file; write it with `python -m attention probe"):
         read_rows(tmp_path / "none.parquet")
     with pytest.raises(UserError, match=r"write probe rows to a \.json or \.parquet file"):
         write_rows(tmp_path / "rows.csv", [])

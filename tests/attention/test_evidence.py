@@ -117,6 +117,7 @@ def test_the_table_has_a_line_a_backend_and_says_what_is_missing(tmp_path: Path)
         Row("decode-page16", "torch_sdpa:flash", "TB/s", 3.0, ratio=0.75, baseline="read:triton"),
         Row("decode-page64", "torch_sdpa:flash", "TB/s", 3.2, ratio=0.8, baseline="read:triton"),
         Row("prefill-ragged", "torch_sdpa:flash", "TFLOP/s", error="out of memory"),
+        Row("decode-page16", "read:triton", "TB/s", 4.0, ratio=1.0, baseline="read:triton"),
     ]
     write(rows, tmp_path / "kernels.json")
     overhead = {"backend": "torch_sdpa:flash", "overhead_us": 2.25, "run_nodes": 3, "library_nodes": 3}
@@ -124,8 +125,9 @@ def test_the_table_has_a_line_a_backend_and_says_what_is_missing(tmp_path: Path)
     (tmp_path / "dispatch.json").write_text(json.dumps([{**overhead, "nodes_equal": True}, crashed]))
     run_all([python("done", ""), python("broken", "1 / 0")], tmp_path, budget_s=20)
     table = backend_table(tmp_path).splitlines()
-    assert table[2] == "| `torch_sdpa:flash` | 2 of 2 | - | - | 1 of 1 | 3.2 | 80% | - | - | +2.2 | 3 = 3 |"
-    assert table[3] == "| `torch_sdpa:cudnn` | - | 2 | - | - | - | - | - | - | - | - |"
+    assert table[2] == "| `torch_sdpa:cudnn` | - | 2 | - | - | - | - | - | - | - | - |"
+    assert table[3] == "| `torch_sdpa:flash` | 2 of 2 | - | - | 1 of 1 | 3.2 | 80% | - | - | +2.2 | 3 = 3 |"
+    assert table[-2] == "Plain read: `read:triton` 4 TB/s."
     assert {line.count("|") for line in table[:4]} == {12}
     assert table[-1].endswith("2 steps, not done: broken (failed).")
 

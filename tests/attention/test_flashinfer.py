@@ -18,10 +18,10 @@ import torch
 
 from attention import matrix
 from attention.backends import create, expand, flashinfer_plan, flashinfer_tables
-from attention.backends.base import Batch
+from attention.backends.base import Batch, alibi_slopes
 from attention.backends.flashinfer import FlashInfer, library_call
 from attention.backends.flashinfer_jit import jit_modules, warm
-from attention.backends.flashinfer_plan import LN_2, alibi_slopes, workspace
+from attention.backends.flashinfer_plan import LN_2, workspace
 from attention.confirm import backend_of
 from attention.errors import UserError
 from attention.matrix import declared_reasons
@@ -29,6 +29,7 @@ from attention.reasons import Code
 from attention.replay.problems import Problem, make
 from tests.attention.flashinfer_problems import MLA, case, problem_of, shorter
 from tests.fakes import flashinfer as fake
+from tests.fakes.flashinfer_numerics import slopes_of
 
 ATOL = {"bfloat16": 2e-2, "float16": 4e-3}
 LAYOUTS = ("paged_nhd", "paged_hnd", "contiguous", "ragged")
@@ -148,7 +149,7 @@ def test_alibi_with_the_librarys_own_slopes_and_without_lse(calls: list[fake.Cal
 
 def test_the_slopes_are_those_of_the_library() -> None:
     for heads in (1, 6, 8, 12, 32):
-        torch.testing.assert_close(torch.tensor(alibi_slopes(heads)).double(), fake.slopes_of(heads), rtol=1e-6, atol=0)
+        torch.testing.assert_close(torch.tensor(alibi_slopes(heads)).double(), slopes_of(heads), rtol=1e-6, atol=0)
 
 
 def test_rows_that_see_no_key_give_zero_and_an_lse_of_minus_infinity(calls: list[fake.Call]) -> None:
@@ -383,7 +384,6 @@ def test_a_batch_that_would_launch_otherwise_is_not_replanned(calls: list[fake.C
 @pytest.mark.parametrize(
     ("kernel", "changes", "why"),
     [
-        ("fa2", {"alibi": True}, "derives its ALiBi slopes"),
         ("fa2", {"alibi": True, "heads_q": 8, "causal": False}, "under a causal mask"),
         ("fa2", {"alibi": True, "heads_q": 8, "softcap": 5.0}, "without softcap"),
         ("fa2", {"window": (3, 5), "causal": False}, "bounded on the right at 5"),
@@ -404,6 +404,13 @@ def test_what_a_call_would_ignore_is_refused_at_plan(
 ) -> None:
     with pytest.raises(UserError, match=why):
         plan(kernel, make(case(**changes), "normal", 1))
+
+
+def test_other_slopes_than_the_librarys_are_refused_at_plan(calls: list[fake.Call]) -> None:
+    problem = make(case("q5", alibi=True), "normal", 1)
+    steep = replace(problem.spec, alibi_slopes=(0.5,) * problem.spec.heads_q)
+    with pytest.raises(UserError, match="derives its ALiBi slopes"):
+        plan("fa2", replace(problem, spec=steep))
 
 
 def test_without_the_library_plan_says_what_is_missing() -> None:

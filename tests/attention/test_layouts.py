@@ -44,7 +44,14 @@ FEATURES: tuple[dict[str, Any], ...] = (
 
 
 def densely(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score_mod: Any, block_mask: Any, scale: float, sinks: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    scale: float,
+    sinks: Any,
+    long: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What flex.attend computes, over all scores at once."""
     ratio = q.shape[1] // k.shape[1]
@@ -113,6 +120,14 @@ def test_what_is_compiled_computes_the_same() -> None:
 
 
 @pytest.mark.slow  # as above
+def test_only_queries_that_fit_a_block_of_the_mask_go_to_the_kernel_for_short_ones() -> None:
+    """On an H200 PyTorch found no kernel for extends of 33 to 127 tokens at 4 query heads a KV head."""
+    for batch, long in (("q1s300", False), ("q64s300", True), ("q130s300", True)):
+        one = problem(batch, "paged_nhd", heads_q=8, heads_kv=2)
+        planned = create("flex_attention:triton").plan(one.batch, one.spec)
+        assert planned._long is long  # type: ignore[attr-defined]
+
+
 def test_other_lengths_windows_and_masks_use_what_is_compiled() -> None:
     compiled = CompileCounterWithBackend("eager")
     attend = torch.compile(flex.attend, fullgraph=True, backend=compiled)

@@ -1,4 +1,4 @@
-"""The code of attention/README.md runs as it stands."""
+"""The code of attention/README.md runs as it stands, and README.md shows the evidence that is there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from attention.evidence import backend_table
+
 README = Path("attention/README.md")
+ROOT = Path("README.md").read_text()
 
 
 def test_its_code_runs_and_says_what_the_comments_say(capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,3 +20,9 @@ def test_its_code_runs_and_says_what_the_comments_say(capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     assert "paged KV gathered to dense" in said
     assert "IMPORT_FAILED: flash_attn_2_cuda cannot be imported: pip install flash-attn" in said
+
+
+def test_the_table_of_backends_is_what_the_evidence_says() -> None:
+    found = re.search(r"<!-- python -m attention.evidence --table (\S+) -->\n(.*?)\n<!-- end -->", ROOT, re.DOTALL)
+    assert found
+    assert found[2] == backend_table(Path(found[1]))

@@ -25,6 +25,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         b"a: [unclosed",
         b"a: !!python/object:os.system {}",
         b"\xff\xfe\x00\x81",
+        b"name: a\nplan: demo\nname: b",
+        b"waves: [{gpu: cpu, gpu: h200}]",
     ],
     ids=lambda content: content[:24].decode(errors="replace"),
 )
@@ -50,3 +52,13 @@ def test_a_value_is_shown_in_short_however_large_it_is(tmp_path: Path) -> None:
     assert len(shown("x" * 10**6)) < 200
     assert shown(10**5000) == "a int too long to show"
     assert shown("cpu") == "'cpu'"
+
+
+def test_anchors_and_merges_may_be_used_twice_and_overridden(tmp_path: Path) -> None:
+    path = tmp_path / "rules.yaml"
+    path.write_text("base: &b {x: 1, y: 2}\nmine: {<<: *b, y: 3}\ntheirs: [*b, {<<: *b, x: 4}]\n")
+    assert read_yaml(path) == {
+        "base": {"x": 1, "y": 2},
+        "mine": {"x": 1, "y": 3},
+        "theirs": [{"x": 1, "y": 2}, {"x": 4, "y": 2}],
+    }

@@ -51,6 +51,18 @@ def not_yaml(folder: Path) -> Path:
     return path
 
 
+def no_traffic(folder: Path) -> Path:
+    path = folder / "empty.jsonl"
+    path.write_text("\n")
+    return path
+
+
+def twice(folder: Path) -> Path:
+    path = folder / "twice.yaml"
+    path.write_text(candidate_file(folder).read_text() + "\nname: another\n")
+    return path
+
+
 # What is wrong with the candidate, and what the line must name.
 CANDIDATES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "a file that is not there": (lambda folder: folder / "flahs.yaml", ("flahs.yaml: no such file",)),
@@ -97,6 +109,15 @@ CANDIDATES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
         lambda folder: candidate_file(folder, traffic={"source": "data/traffic/smaple.jsonl"}),
         ("traffic.source:", "smaple.jsonl", "did you mean sample.jsonl"),
     ),
+    "traffic that is a folder": (
+        lambda folder: candidate_file(folder, traffic={"source": "data/traffic"}),
+        ("traffic.source: data/traffic is a folder; name a file",),
+    ),
+    "traffic without a usable line": (
+        lambda folder: candidate_file(folder, traffic={"source": str(no_traffic(folder))}),
+        ("traffic ", "empty.jsonl: no usable line"),
+    ),
+    "a key that stands twice": (twice, ("twice.yaml: not YAML", "the key 'name' stands twice")),
     "a fault outside the drill folder": (
         lambda folder: candidate_file(folder, fault="wrong_scale"),
         ("`fault` is for drills only", "data/candidates/drill"),

@@ -231,8 +231,14 @@ def test_broken_files_do_not_stop_a_rollback(cell: StubCell) -> None:
 
 def test_a_rollback_can_itself_be_rolled_back(cell: StubCell) -> None:
     rollback(GPU, FAMILY, reason="first")
-    assert rollback(GPU, FAMILY, to="r2", reason="it was not r2").serves == "r2"
-    assert cell.served_by() == "r2"
+    forward = rollback(GPU, FAMILY, to="r2", reason="it was not r2")
+    assert (forward.release_id, forward.serves, cell.served_by()) == ("r1", "r2", "r2")
+    record = cell.store.load()
+    assert (record.state, record.release_id) == ("promoted", "r2"), "what serves is good, and the record says so"
+    # It was r2 after all: the plain command takes it back, as it did the first time.
+    assert rollback(GPU, FAMILY, reason="second").serves == "r1"
+    with pytest.raises(UserError, match=r"^r2 is already rolled back"):
+        rollback(GPU, FAMILY, reason="third")
 
 
 def test_a_second_rollback_does_not_give_users_back_to_what_was_rolled_back(cell: StubCell) -> None:

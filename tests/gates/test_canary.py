@@ -206,9 +206,10 @@ def test_an_empty_lake_is_inconclusive(evidence: Any, plan: Plan) -> None:
     assert judge(evidence, plan, client=ClientOutcome(0, 0, 0)).verdict is Verdict.INCONCLUSIVE
 
 
-def rows(num: int, tpot_s: float = 0.02, load: float = 1.0, **change: bool) -> list[ServedRow]:
+def rows(num: int, tpot_s: float = 0.02, load: float = 1.0, from_s: int = 0, **change: bool) -> list[ServedRow]:
+    """One a second."""
     flags = {"fault": False, "nonfinite": False, "wrong_backend": False} | change
-    return [ServedRow(tpot_s=tpot_s, load=load, **flags) for _ in range(num)]
+    return [ServedRow(tpot_s=tpot_s, load=load, at_s=from_s + second, **flags) for second in range(num)]
 
 
 def test_a_sound_step_has_no_breach(plan: Plan) -> None:
@@ -248,8 +249,8 @@ def test_old_faults_few_rows_and_a_control_that_is_slow_too_are_no_breach(plan: 
         # As seen of a sound candidate with ten requests at once beside a control with one or two.
         (rows(12, 0.60, load=9), [*rows(20, 0.09, load=1.5), *rows(8, 0.17, load=3.6)], False),
         (rows(12, 2.40, load=9), [*rows(20, 0.09, load=1.5), *rows(8, 0.17, load=3.6)], True),
-        # Only the control's rows of a like load count: here it has them.
-        (rows(12, 0.60, load=9), [*rows(20, 0.09, load=1.5), *rows(8, 0.15, load=8.8)], True),
+        # At a like load no allowance is left.
+        (rows(12, 0.60, load=9), rows(20, 0.15, load=8.8), True),
         # A control that is loaded more proves nothing against its TPOT at a lower load, however slow that is ...
         (rows(12, 0.10, load=1), rows(20, 0.05, load=8), False),
         # ... but a candidate that takes three times as long at a fraction of the load is slow.
@@ -261,6 +262,26 @@ def test_arms_are_compared_at_the_same_load(
 ) -> None:
     found = breach(candidate_rows, control_rows, plan)
     assert (found is not None and "at the same load" in found.why) is breaks
+
+
+@pytest.mark.parametrize(
+    ("slows_too", "breaks"), [(True, False), (False, True)], ids=["the whole machine slows", "the candidate slows"]
+)
+def test_arms_are_compared_at_the_same_time(plan: Plan, slows_too: bool, breaks: bool) -> None:
+    slow = rows(12, 0.08, from_s=30)
+    control = [*rows(30), *(slow if slows_too else rows(12, from_s=30))]
+    assert (breach([*rows(30), *slow], control, plan) is not None) is breaks
+
+
+def test_a_control_that_began_cold_hides_no_slow_candidate(plan: Plan) -> None:
+    cold = [*rows(8, 0.08), *rows(40, 0.02, from_s=8)]
+    assert breach(rows(48, 0.08), cold, plan) is not None
+
+
+def test_what_was_not_measured_is_neither_fast_nor_slow(plan: Plan) -> None:
+    unmeasured = [ServedRow(False, False, False, None, at_s=second) for second in range(40)]
+    assert breach(unmeasured, rows(40), plan) is None
+    assert breach(rows(40), unmeasured, plan) is None
 
 
 def test_the_load_of_a_row_is_the_batch_that_it_ran_in(evidence: Any) -> None:
