@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -17,6 +17,10 @@ from attention.yaml_file import read_yaml
 from data.environment import load_environment
 from data.paths import GOLDEN_FILE, candidates_dir, check_part, family_of, model_path, repo_dir
 from data.plan import Plan, load_plan
+from data.readers import FORMATS, format_of
+
+if TYPE_CHECKING:
+    from data.requests import Traffic
 
 DRILL_FOLDER = "drill"
 MIXES = ("chat", "code", "long-context", "reasoning")
@@ -49,7 +53,15 @@ class TrafficSource(_Strict):
     """What is replayed through the router, and which mix weights the baselines."""
 
     source: str
+    format: str | None = None  # of data.readers.FORMATS; None: the content tells
     mix: str = "chat"
+
+    @field_validator("format")
+    @classmethod
+    def _format_is_known(cls, format: str | None) -> str | None:
+        if format is not None and format not in FORMATS:
+            raise ValueError(f"unknown format; known: {', '.join(FORMATS)}")
+        return format
 
     @field_validator("mix")
     @classmethod
@@ -102,6 +114,14 @@ class Loaded(_Strict):
     cells: tuple[Cell, ...]
     identity: str  # hash of candidate, policy, plan, thresholds, environment, traffic, golden set and models
 
+    def traffic(self) -> Traffic:
+        """The recorded requests as the plan wants them; every stage that asks gets the same."""
+        from data.recorded import read_traffic
+
+        return read_traffic(
+            self.traffic_path, format=self.candidate.traffic.format, max_requests=self.plan.traffic.max_requests
+        )
+
 
 def load_candidate(path: Path) -> Loaded:
     """Read a candidate and check everything that it names. Raises UserError: one line, what, where, remedy."""
@@ -114,6 +134,8 @@ def load_candidate(path: Path) -> Loaded:
 
     load_policy(policy_path)
     traffic_path = _find(path, "traffic.source", candidate.traffic.source)
+    if candidate.traffic.format is None:
+        format_of(traffic_path)
     plan = load_plan(candidate.plan)
     cells = tuple(_cell(path, wave, model) for wave in candidate.waves for model in wave.models)
     _check_cells(path, cells)
@@ -186,7 +208,8 @@ def _find(candidate: Path, key: str, name: str) -> Path:
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _cell(candidate: Path, wave: Wave, model: str) -> Cell:

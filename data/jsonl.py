@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -29,7 +29,7 @@ def read_jsonl(path: Path, model: type[T], key: Callable[[T], str], what: str) -
     """
     items: dict[str, T] = {}
     rejected: list[Rejected] = []
-    for number, line in _lines(path, what):
+    for number, line in lines(path, what):
         try:
             item = model.model_validate_json(line)
         except ValidationError as error:
@@ -45,14 +45,19 @@ def read_jsonl(path: Path, model: type[T], key: Callable[[T], str], what: str) -
     return list(items.values()), rejected
 
 
-def _lines(path: Path, what: str) -> Iterator[tuple[int, bytes]]:
-    """Lines that hold something, with their 1-based numbers."""
+def lines(path: Path, what: str) -> Generator[tuple[int, bytes], None, None]:
+    """Lines that hold something, with their 1-based numbers, one at a time: the file may be larger than memory.
+
+    Raises UserError, which opens with `what`, when the file cannot be read.
+    """
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                if content.strip():
+                    yield number, content.rstrip(b"\n")
     except OSError as error:
-        raise UserError(f"{what} {path}: {error.strerror}; name a JSON Lines file") from error
-    lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    return ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+        raise UserError(f"{what} {path}: {error.strerror}; name a file that can be read") from error
 
 
 def first_error(error: ValidationError) -> str:

@@ -18,6 +18,7 @@ class _Section(BaseModel):
 class TrafficScale(_Section):
     """How the traffic file is played: real lengths are too long for a demo on two cores."""
 
+    max_requests: int | None = Field(default=None, ge=1)  # of a longer log a stratified sample; None: all
     divide_lengths_by: int = Field(default=1, ge=1)
     max_output_tokens: int | None = Field(default=None, ge=1)
     requests_per_s: float = Field(gt=0)  # mean arrival rate; the file's gaps are scaled to it

@@ -1,14 +1,8 @@
-"""Traffic: read a file of recorded requests, scale it to what a machine can carry, weigh its shapes.
+"""Traffic: what a recorded request is, scaled to what a machine can carry, weighed by its shapes.
 
-The file is JSON Lines in OpenAI's batch form (`custom_id`, `method`, `url`, `body`) with four columns
-beside it: `t_s` (arrival, seconds), `session_id`, `category`, `language`. A line that cannot be used is
-counted with its number and the reason, and the rest goes on: no line vanishes silently. What the server
-would answer with 400 (`n=2`, `logprobs`, an unknown field) is such a line: played, it would count as a
-request that the candidate lost.
-
-    traffic = read_traffic(path)
-    requests = scale(traffic, plan.traffic, tokenizer)
-    buckets = shape_weights(lengths(requests, tokenizer))
+traffic = read_traffic(path)  # data/recorded.py
+requests = scale(traffic, plan.traffic, tokenizer)
+buckets = shape_weights(lengths(requests, tokenizer))
 """
 
 from __future__ import annotations
@@ -17,15 +11,19 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from attention.cases import shape_bucket
 from attention.serve.protocol import ApiError, ChatBody, CompletionBody, parse
-from data.jsonl import Rejected, read_jsonl
+from data.features import features
+from data.jsonl import Rejected
 from data.plan import TrafficScale
+from data.synthetic import PromptShape, single_token_words, synthetic_prompt
+
+if TYPE_CHECKING:
+    from data.sample import SampleReport
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 Family = Literal["prefill", "decode"]
@@ -109,10 +107,15 @@ class TrafficRequest(BaseModel):
     t_s: float = Field(ge=0)  # arrival, seconds since the start of the file
     session_id: str = Field(min_length=1)  # the turns of one conversation share it
     category: str
-    language: str  # ISO 639-1
+    language: str  # ISO 639-1, or `und` if it was not determined
+    shape: PromptShape | None = None  # instead of body.prompt, until scaling makes one of that length
 
     @model_validator(mode="after")
     def _has_a_prompt(self) -> TrafficRequest:
+        if self.shape is not None:
+            if self.endpoint != "/v1/completions" or self.body.prompt is not None:
+                raise ValueError("shape: only a /v1/completions without body.prompt has one")
+            return self
         wanted = "messages" if self.endpoint == "/v1/chat/completions" else "prompt"
         if not getattr(self.body, wanted):
             raise ValueError(f"body.{wanted} is missing or empty, and {self.endpoint} needs it")
@@ -121,11 +124,22 @@ class TrafficRequest(BaseModel):
     @model_validator(mode="after")
     def _is_taken_by_the_server(self) -> TrafficRequest:
         kind = ChatBody if self.endpoint == "/v1/chat/completions" else CompletionBody
+        payload = self.payload() if self.shape is None else {**self.payload(), "prompt": "to be made"}
         try:
-            parse(json.dumps(self.payload()).encode(), kind)
+            parse(json.dumps(payload).encode(), kind)
         except ApiError as error:
             raise ValueError(f"body: the server refuses it: {error.message}") from error
         return self
+
+    @property
+    def exact(self) -> bool:
+        """Whether two answers can be compared token by token; a sampled one without a seed is a draw of many."""
+        return self.body.temperature == 0 or (self.body.model_extra or {}).get("seed") is not None
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """`tools`, `json`, `multi_turn`, `stream`: those that it has."""
+        return features(self.payload(), self.category)
 
     def payload(self) -> dict[str, Any]:
         """The body as it goes over the wire."""
@@ -133,6 +147,7 @@ class TrafficRequest(BaseModel):
 
     def render(self, tokenizer: Tokenizer) -> str:
         """The text that the model reads: the prompt, or the messages through the chat template."""
+        assert self.shape is None, "a prompt of which only the length is known is made by `scale` or `with_texts`"
         if self.endpoint == "/v1/completions":
             return self.body.prompt or ""
         return _render(self.body.messages or (), self.body.tools, tokenizer)
@@ -142,6 +157,8 @@ class TrafficRequest(BaseModel):
 class Traffic:
     requests: list[TrafficRequest]  # in order of arrival
     rejected: list[Rejected]  # in order of the file
+    format: str  # a name of data.readers.FORMATS
+    sample: SampleReport | None = None  # what `requests` stand for, if they were drawn
 
 
 @dataclass(frozen=True)
@@ -163,13 +180,26 @@ class Bucket:
     weight: float  # 0..1; the buckets of a family sum to 1
 
 
-def read_traffic(path: Path) -> Traffic:
-    """Requests of a traffic file in order of arrival, and the lines that could not be used.
+def with_texts(requests: Sequence[TrafficRequest], tokenizer: Tokenizer, divide_by: int = 1) -> list[TrafficRequest]:
+    """The requests with a synthetic prompt where only its length is known, `divide_by` times as short."""
+    if all(request.shape is None for request in requests):
+        return list(requests)
+    words = single_token_words(tokenizer)
+    return [
+        request if request.shape is None else _with_text(request, request.shape, divide_by, words, tokenizer)
+        for request in requests
+    ]
 
-    Raises UserError when the file cannot be read or holds no usable line.
-    """
-    requests, rejected = read_jsonl(path, TrafficRequest, lambda request: request.custom_id, "traffic")
-    return Traffic(sorted(requests, key=lambda request: request.t_s), rejected)
+
+def _with_text(
+    request: TrafficRequest, shape: PromptShape, divide_by: int, words: Sequence[str], tokenizer: Tokenizer
+) -> TrafficRequest:
+    """Blocks are divided as the length is: what was shared stays shared."""
+    num_tokens = max(min(MIN_TOKENS, shape.prompt_tokens), shape.prompt_tokens // divide_by)
+    block_tokens = max(1, shape.block_tokens // divide_by)
+    made = PromptShape(prompt_tokens=num_tokens, blocks=shape.blocks, block_tokens=block_tokens)
+    prompt = synthetic_prompt(made, request.custom_id, words, tokenizer)
+    return request.model_copy(update={"body": request.body.model_copy(update={"prompt": prompt}), "shape": None})
 
 
 def scale(traffic: Traffic, plan: TrafficScale, tokenizer: Tokenizer) -> list[TrafficRequest]:
@@ -177,13 +207,20 @@ def scale(traffic: Traffic, plan: TrafficScale, tokenizer: Tokenizer) -> list[Tr
 
     A prompt is cut in tokens, template included, to `length / divide_lengths_by`: the earliest turns go
     first, then every text that is left is shortened in proportion, to no fewer than 8 tokens. The last
-    turn and a plain prompt keep their ends (the question stands there), all else its head.
+    turn and a plain prompt keep their ends (the question stands there), all else its head. A prompt of which
+    only the length is known is made at the length that it is played with.
     """
     arrivals = _rescale([request.t_s for request in traffic.requests], plan.requests_per_s)
+    made = with_texts(traffic.requests, tokenizer, plan.divide_lengths_by)
     return [
-        request.model_copy(update={"body": _shrink(request, plan, tokenizer), "t_s": t_s})
-        for request, t_s in zip(traffic.requests, arrivals, strict=True)
+        request.model_copy(update={"body": _shrink(request, plan, tokenizer, read.shape is not None), "t_s": t_s})
+        for read, request, t_s in zip(traffic.requests, made, arrivals, strict=True)
     ]
+
+
+def addressed(requests: Sequence[TrafficRequest], model: str) -> list[TrafficRequest]:
+    """The requests as the server of `model` takes them: by the name in their log it would answer 404."""
+    return [r.model_copy(update={"body": r.body.model_copy(update={"model": model})}) for r in requests]
 
 
 def _rescale(arrivals: Sequence[float], requests_per_s: float) -> list[float]:
@@ -195,16 +232,18 @@ def _rescale(arrivals: Sequence[float], requests_per_s: float) -> list[float]:
     return [(t_s - arrivals[0]) * factor for t_s in arrivals]
 
 
-def _shrink(request: TrafficRequest, plan: TrafficScale, tokenizer: Tokenizer) -> RequestBody:
+def _shrink(request: TrafficRequest, plan: TrafficScale, tokenizer: Tokenizer, is_short: bool) -> RequestBody:
     body, divisor = request.body, plan.divide_lengths_by
     max_tokens = max(MIN_OUTPUT, body.max_tokens // divisor) if divisor > 1 else body.max_tokens
     if plan.max_output_tokens is not None:
         max_tokens = min(max_tokens, plan.max_output_tokens)
     changed: dict[str, Any] = {"max_tokens": max_tokens}
-    if divisor > 1 and request.endpoint == "/v1/completions":
+    if divisor == 1 or is_short:
+        return body.model_copy(update=changed)
+    if request.endpoint == "/v1/completions":
         ids = _encode(body.prompt or "", tokenizer)
         changed["prompt"] = _cut(body.prompt or "", ids, max(MIN_TOKENS, len(ids) // divisor), "tail", tokenizer)
-    elif divisor > 1:
+    else:
         changed["messages"] = _shrink_chat(body, divisor, tokenizer)
     return body.model_copy(update=changed)
 
@@ -293,9 +332,9 @@ def shape_weights(measured: Sequence[RequestLength]) -> list[Bucket]:
     """
     work: dict[tuple[Family, int], float] = defaultdict(float)
     for one in measured:
-        work["prefill", _bucket_end(one.prompt_tokens)] += one.prompt_tokens**2
+        work["prefill", bucket_end(one.prompt_tokens)] += one.prompt_tokens**2
         for kv_len in range(one.prompt_tokens + 1, one.prompt_tokens + one.output_tokens):
-            work["decode", _bucket_end(kv_len)] += 1
+            work["decode", bucket_end(kv_len)] += 1
     total = {family: sum(w for (f, _), w in work.items() if f == family) for family, _ in work}
     buckets = [
         Bucket(family, kv_len, shape_bucket(family, kv_len), weight / total[family])
@@ -304,6 +343,6 @@ def shape_weights(measured: Sequence[RequestLength]) -> list[Bucket]:
     return sorted(buckets, key=lambda b: (b.family != "prefill", -b.weight, b.kv_len))
 
 
-def _bucket_end(kv_len: int) -> int:
+def bucket_end(kv_len: int) -> int:
     """Upper end of the bucket that `shape_bucket` puts a KV length in."""
     return int(shape_bucket("decode", kv_len).rpartition("=")[2])

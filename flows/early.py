@@ -18,7 +18,6 @@ from pathlib import Path
 from attention.errors import UserError, is_dir
 from data.candidate import Loaded
 from data.paths import cell_dir, lake_dir, repo_dir, state_dir
-from data.requests import read_traffic
 from flows.down import down
 from tasks.lifecycle import champion_of
 from tasks.processes import require_free_port
@@ -32,7 +31,7 @@ def check_set_up(loaded: Loaded, champion: str | None, *, with_traffic: bool) ->
     """Raise UserError while another release holds the first cell, for a `--champion` that cannot be, and
     for traffic without a usable line, for a listener's port that is taken, and for a disk that takes nothing.
     """
-    read_traffic(loaded.traffic_path)
+    loaded.traffic()
     cell = loaded.cells[0]
     folder = cell_dir(cell.gpu, cell.family)
     record = RecordStore(folder / "record.json").load()

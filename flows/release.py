@@ -31,7 +31,7 @@ from prefect.states import Failed
 from attention.errors import UserError
 from data.candidate import Cell, Loaded, candidate_named, load_candidate
 from data.paths import cell_dir, lake_dir
-from data.requests import TrafficRequest, read_traffic, scale
+from data.requests import TrafficRequest, addressed, scale
 from flows.up import up
 from gates.verdict import GateReport, Verdict
 from tasks import canary, environment, expand, figures, hold, instances, lifecycle, shadow
@@ -250,13 +250,15 @@ class _Release:
     def _requests(self) -> list[TrafficRequest]:
         from transformers import AutoTokenizer
 
-        traffic = read_traffic(self.context.candidate.traffic_path)
+        traffic = self.context.candidate.traffic()
+        if traffic.sample is not None and traffic.sample.sampled < traffic.sample.requests:
+            self.context.say(f"traffic: {traffic.sample}")
         for line in traffic.rejected[:3]:
             self.context.say(f"traffic: line {line.line} left out: {line.reason}")
         if len(traffic.rejected) > 3:
             self.context.say(f"traffic: {len(traffic.rejected)} lines left out in all")
         tokenizer = AutoTokenizer.from_pretrained(self.context.cell.model_path)
-        return scale(traffic, self.context.plan.traffic, tokenizer)
+        return addressed(scale(traffic, self.context.plan.traffic, tokenizer), self.context.cell.model)
 
     def _stage(self, name: str, run: Callable[[], StageOutcome]) -> bool:
         """Run one stage as a Prefect task, write its evidence, note it; False ends the release."""

@@ -19,7 +19,7 @@ import numpy as np
 from attention.cases import AttentionCase
 from attention.job import BenchCommand, BenchJob
 from attention.model_config import read_config, resolve_dtype
-from data.requests import Bucket, lengths, read_traffic, scale, shape_weights
+from data.requests import Bucket, lengths, scale, shape_weights
 from gates import baseline as gate
 from gates.statistics import mean_interval
 from tasks.context import SIDES, Context, Side, StageOutcome
@@ -61,7 +61,7 @@ def plan_cells(context: Context) -> Iterator[Cell]:
 
     plan = context.plan.baseline
     tokenizer = AutoTokenizer.from_pretrained(context.cell.model_path)
-    requests = scale(read_traffic(context.candidate.traffic_path), context.plan.traffic, tokenizer)
+    requests = scale(context.candidate.traffic(), context.plan.traffic, tokenizer)
     buckets = [b for b in shape_weights(lengths(requests, tokenizer)) if b.kv_len <= plan.max_kv_len]
     for family, metric in (("prefill", "ttft_s"), ("decode", "tpot_s")):
         heaviest = [b for b in buckets if b.family == family][: plan.cells_per_family]

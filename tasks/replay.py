@@ -12,7 +12,7 @@ from typing import Any
 
 from attention.job import BusinessPlan, CompareJob, ModelPlan, Prompt, ReplayJob, TensorPlan
 from data.golden_set import GoldenPrompt, load_golden, sample
-from data.requests import read_traffic
+from data.requests import TrafficRequest, with_texts
 from gates import replay as gate
 from tasks.context import SIDES, Context, Side, StageOutcome
 from tasks.environment import Job, measure, measure_sides
@@ -42,20 +42,32 @@ def tensor_seeds(context: Context) -> tuple[int, ...]:
 
 
 def _model_prompts(context: Context) -> tuple[Prompt, ...]:
-    """Chat requests of the traffic, spread over its lengths, as teacher-forced texts."""
-    requests = [r for r in read_traffic(context.candidate.traffic_path).requests if r.body.messages]
+    """Chat requests of the traffic, spread over its lengths, as teacher-forced texts; without any, its prompts."""
+    requests = context.candidate.traffic().requests
+    requests = [r for r in requests if r.body.messages] or requests
     draw = random.Random(SAMPLE_SEED)  # noqa: S311
     chosen = draw.sample(requests, min(context.plan.replay.model_prompts, len(requests)))
+    if any(r.shape for r in chosen):
+        from transformers import AutoTokenizer
+
+        chosen = with_texts(chosen, AutoTokenizer.from_pretrained(context.cell.model_path))
     return tuple(
         Prompt(
             prompt_id=r.custom_id,
             category=r.category,
             language=r.language,
-            messages=tuple(m.for_template() for m in r.body.messages or ()),
+            messages=_turns(r),
             tools=r.body.tools,
         )
         for r in chosen
     )
+
+
+def _turns(request: TrafficRequest) -> tuple[dict[str, Any], ...]:
+    """The messages; a plain prompt is what a user says."""
+    if request.body.messages:
+        return tuple(message.for_template() for message in request.body.messages)
+    return ({"role": "user", "content": request.body.prompt},)
 
 
 def _job(context: Context, side: Side, prompts: tuple[Prompt, ...], golden: list[GoldenPrompt]) -> ReplayJob:

@@ -1,13 +1,14 @@
 """Stage `shadow`: live requests are copied to the candidate, whose replies nobody gets.
 
 Proxies discard shadow replies, so both instances record their own rows in `requests`; they pair by
-x-request-id, and their tokens must agree.
+x-request-id, and their tokens must agree. Requests that are sampled without a seed are not played here.
 """
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from attention.errors import UserError
 from data.requests import TrafficRequest
 from gates import shadow as gate
 from gates.served import CANDIDATE_SHADOW, CHAMPION, Span
@@ -21,6 +22,7 @@ from tasks.traffic import Played, endless, play
 def run(context: Context, router: EnvoyRouter, requests: list[TrafficRequest]) -> StageOutcome:
     """Mirror the plan's fraction to the candidate, play the plan's requests, compare the pairs."""
     plan = context.plan.shadow
+    requests = comparable(requests)
     before = router.observe().counts["shadow"]
     start = datetime.now(UTC)
     move(context, router, mirror=plan.fraction, mirror_to="candidate", state="shadow")
@@ -47,6 +49,20 @@ def run(context: Context, router: EnvoyRouter, requests: list[TrafficRequest]) -
     outcome = played.outcome()
     context.say(f"shadow: {outcome.ok} of {outcome.sent} user requests answered, {after.total - before.total} copied")
     return StageOutcome(report, {"sent": outcome.sent, "lost": outcome.lost, "copied": after.total - before.total})
+
+
+def comparable(requests: list[TrafficRequest]) -> list[TrafficRequest]:
+    """The requests whose two answers must agree; of a sampled one without a seed each answer is another draw.
+
+    Raises UserError when there is none.
+    """
+    exact = [request for request in requests if request.exact]
+    if not exact:
+        raise UserError(
+            f"traffic: all {len(requests)} requests are sampled (temperature above 0) without a seed, so that shadow "
+            f"can compare none; use traffic that holds requests with temperature 0 or a seed"
+        )
+    return exact
 
 
 def _tick(context: Context, played: Played) -> str | None:

@@ -232,3 +232,32 @@ def test_aliases_that_multiply_do_not_end_in_the_message(tmp_path: Path) -> None
     with pytest.raises(UserError) as raised:
         load_candidate(path)
     assert len(str(raised.value)) < 3000
+
+
+def test_traffic_may_be_any_known_log_and_is_drawn_to_the_plan(tmp_path: Path) -> None:
+    log = tmp_path / "trace.csv"
+    times = [f"2023-11-16 18:15:{second:02}.0000000,{100 + second},44" for second in range(50)]
+    log.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *times]))
+    content = yaml.safe_load(QUICK.read_text())
+    content["traffic"]["max_requests"] = 20
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(yaml.safe_dump(content))
+    loaded = load_candidate(candidate_file(tmp_path, traffic={"source": str(log)}, plan=str(plan)))
+    traffic = loaded.traffic()
+    assert (traffic.format, len(traffic.requests)) == ("azure", 20)
+    assert traffic.sample is not None and traffic.sample.requests == 50
+
+
+def test_a_format_may_be_named_and_an_unknown_one_lists_the_known(tmp_path: Path) -> None:
+    forced = {"source": str(SAMPLE), "format": "mooncake"}
+    loaded = load_candidate(candidate_file(tmp_path, traffic=forced))
+    with pytest.raises(UserError, match="no usable line; line 1: timestamp: this key is missing"):
+        loaded.traffic()
+    with pytest.raises(UserError, match=r"traffic.format: unknown format; known: openai-batch, otel, .*mooncake"):
+        load_candidate(candidate_file(tmp_path, traffic={"source": str(SAMPLE), "format": "moncake"}))
+
+
+def test_a_traffic_file_of_no_known_format_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(UserError, match="no line is of a known format"):
+        load_candidate(candidate_file(tmp_path, traffic={"source": str(tmp_path / "notes.txt")}))

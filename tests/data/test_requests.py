@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from statistics import median
@@ -13,42 +12,12 @@ import pytest
 
 from attention.errors import UserError
 from data.plan import TrafficScale
-from data.requests import Bucket, RequestLength, Tokenizer, lengths, read_traffic, scale, shape_weights
+from data.recorded import read_traffic
+from data.requests import Bucket, RequestLength, Tokenizer, lengths, scale, shape_weights
 from data.traffic import make_sample
+from tests.data.words import Words
 
 SAMPLE = Path(make_sample.__file__).with_name("sample.jsonl")
-
-
-class Words:
-    """A tokenizer of words: the arithmetic under test does not depend on which tokenizer it is."""
-
-    def __init__(self) -> None:
-        self.words: list[str] = []
-        self.ids: dict[str, int] = {}
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
-        ids = []
-        for word in re.findall(r"\S+", text):
-            if word not in self.ids:
-                self.ids[word] = len(self.words)
-                self.words.append(word)
-            ids.append(self.ids[word])
-        return ids
-
-    def decode(self, token_ids: list[int], /) -> str:
-        return " ".join(self.words[index] for index in token_ids)
-
-    def apply_chat_template(
-        self,
-        conversation: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None,
-        tokenize: bool,
-        add_generation_prompt: bool,
-    ) -> str:
-        turns = [f"<{message['role']}> {message['content']} <end>" for message in conversation]
-        return "\n".join([*(json.dumps(tool) for tool in tools or ()), *turns, "<assistant>"])
 
 
 @pytest.fixture
