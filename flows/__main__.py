@@ -1,7 +1,7 @@
 """`python -m flows`: releases, rollbacks and what there is to know about them.
 
 Exit: 0 it did what was asked; 1 a gate failed, or the candidate was rolled back or refused; 2 bad input
-or set-up; 3 inconclusive, errored or held; 130 Ctrl-C. Every command imports only what it needs: a
+or set-up; 3 inconclusive, errored or held; 130 Ctrl-C or SIGTERM. Every command imports only what it needs: a
 rollback must work where Prefect, MLflow and torch do not.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -291,7 +292,12 @@ def _show(model: Any, render: Any, as_json: bool) -> None:
     console_of_width().print(render(model))
 
 
+def _interrupted(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def main() -> int:
+    signal.signal(signal.SIGTERM, _interrupted)  # a service manager's stop is a Ctrl-C: nothing is left behind
     try:
         # Without its standalone mode the library returns the code of a typer.Exit.
         return piped(lambda: int(app(standalone_mode=False) or 0))

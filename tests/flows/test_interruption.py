@@ -70,6 +70,15 @@ def left_nothing(home: Home, command: Command) -> Record:
     return record
 
 
+def test_sigterm_while_it_starts_leaves_nothing(home: Home, flash: Path) -> None:
+    command = home.start("release", flash, "--json")
+    command.wait_for(lambda: any("attention serve" in process for process in home.processes()), 60)
+    command.child.terminate()
+    assert command.child.wait(60) == 130, command.said()
+    assert "Traceback" not in command.said()
+    assert home.processes() == []
+
+
 @pytest.mark.parametrize("group", [False, True], ids=["the leader alone", "the whole group"])
 def test_ctrl_c_in_replay_leaves_nothing(home: Home, flash: Path, group: bool) -> None:
     before = finished(home.record())
