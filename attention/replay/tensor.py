@@ -86,7 +86,7 @@ def _row(case: AttentionCase, inputs: Any, seed: int, backend: str, device: str,
             (out, lse), confirmed = confirm.watch(
                 lambda: planned.run(problem.q_THD, problem.k, problem.v), device=device
             )
-        figures = compare(out, lse, problem.truth, problem.spec.dtype)
+        figures = compare(out, lse, problem.truth, problem.spec.dtype, problem.batch.q_lens)
     except Exception as error:  # a case that raises is a row, never the end of the run
         return {**row, "error": f"{type(error).__name__}: {error}"[:500]}
     return {**row, "confirmed_backend": confirmed, **figures.row()}
