@@ -455,18 +455,20 @@ def _replay(args: argparse.Namespace) -> int:
     job: ReplayJob = _job(args, ReplayJob)
     dispatcher = startup.decide(job.setup, [])
     found = startup.identify(job.setup, dispatcher)
+    runner = startup.load(job.setup, dispatcher)
+    specs = specs_of(job.setup.model, found.identity.dtype)
     rows = list(
         tensor.rows(
             job.setup,
             job.tensor,
-            specs_of(job.setup.model, found.identity.dtype),
+            specs,
             (found.identity.dtype, "bfloat16"),
             dispatcher.resolved,
             startup.scale_factor(job.setup.fault),
             _progress("tensor replay"),
+            _captured(runner, job, specs, args.out),
         )
     )
-    runner = startup.load(job.setup, dispatcher)
     model.record(runner, job.model, args.out, _progress("model replay"))
     answers = business.answer(runner, job.business, _progress("business replay"))
     _rows(job.evidence, "tensor_replay", rows, found.id, found.identity.model_id)
@@ -479,6 +481,18 @@ def _replay(args: argparse.Namespace) -> int:
     }
     write_result(args.out, summary)
     return 0
+
+
+def _captured(runner: Any, job: ReplayJob, specs: list[Any], out: Path) -> Any:
+    """Activations of the served model, where the plan asks for them."""
+    if "activations" not in job.tensor.inputs:
+        return None
+    from attention.replay import activations
+    from attention.replay.tensor import longest
+
+    path = job.tensor.activations or out / "activations.safetensors"
+    num_tokens = longest(job.tensor.max_kv_len)
+    return activations.capture(runner, specs, job.model.prompts, job.tensor.seeds[0], num_tokens, path)
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -62,7 +62,9 @@ REPLAY_SHAPES: tuple[tuple[Phase, str], ...] = (
     ("extend", "q16s144"),
     ("extend", "q48s49_q5s300"),
 )
-Inputs = Literal["normal", "needle", "large_logit"]
+#: Kinds of inputs, attention/replay/inputs.py. A plan names those that it runs (data/plans); the probes run the first
+#: three, which need neither a window nor a model.
+Inputs = Literal["normal", "needle", "large_logit", "window_edge", "sink", "activations"]
 REPLAY_INPUTS: tuple[Inputs, ...] = ("normal", "needle", "large_logit")
 
 
@@ -251,6 +253,14 @@ class AttentionCase(BaseModel):
             "sinks": self.sinks,
         }
         return tuple(name for name, on in used.items() if on)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether the window hides a key of some member that causal masking alone leaves."""
+        left, right = self.window
+        return any(
+            (left is not None and left < m.kv_len - 1) or (right is not None and not self.causal) for m in self.members
+        )
 
     @property
     def kv_bytes(self) -> int:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from attention.cases import REPLAY_INPUTS, Inputs
 from attention.errors import UserError, is_file, nearest, shown
 from attention.yaml_file import read_yaml
 
@@ -28,6 +29,7 @@ class TrafficScale(_Section):
 class ReplayPlan(_Section):
     seeds: int = Field(ge=1)  # tensor layer: seeds per case
     max_kv_len: int = Field(ge=16)
+    inputs: tuple[Inputs, ...] = Field(default=REPLAY_INPUTS, min_length=1)  # tensor layer, each on every case and seed
     model_prompts: int = Field(ge=1)
     model_tokens: int = Field(ge=8)  # teacher-forced tokens a prompt
     decode_tokens: int = Field(ge=1)  # of these, forced one by one through the KV cache

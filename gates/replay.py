@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from attention.cases import REPLAY_INPUTS, replay_shapes
+from attention.cases import AttentionCase, Inputs, replay_shapes
 from data.golden_set import load_golden
 from data.lake import Lake
 from data.plan import Plan
@@ -45,26 +45,33 @@ select count(distinct measured) filter (error is null) as num_cases,
 from mine
 """
 
-# The plan implies the least number of cases of each dtype class and side: one spec of the model, all shapes,
-# inputs and seeds. bfloat16 is always replayed, the serving dtype beside it.
+# The plan implies the least number of each kind of inputs, dtype class and side: one spec of the model, all shapes and
+# seeds. Inputs at the window's edge are planned where some case has a window; a shape that is shorter has no edge.
+# bfloat16 is always replayed, the serving dtype beside it.
 _PLANNED = """
 with classes as (
   select distinct dtype_class from tensor_replay where release_id = $release union select 'bfloat16'
 ),
-wanted as (select side, dtype_class from classes, (select unnest(['champion', 'candidate']) as side)),
+wanted as (
+  select side, dtype_class, inputs, planned
+  from classes, (select unnest(['champion', 'candidate']) as side),
+    (select unnest($inputs) as inputs, unnest($planned) as planned)
+),
 found as (
-  select side, dtype_class, count(distinct concat_ws('|', case_id, inputs, seed)) as num
-  from tensor_replay where release_id = $release group by side, dtype_class
+  select side, dtype_class, inputs, count(distinct concat_ws('|', case_id, seed)) as num
+  from tensor_replay where release_id = $release group by side, dtype_class, inputs
 ),
 short as (
-  select side, dtype_class, coalesce(num, 0) as num
-  from wanted left join found using (side, dtype_class) where coalesce(num, 0) < $planned
+  select side, dtype_class, inputs, planned, coalesce(num, 0) as num
+  from wanted left join found using (side, dtype_class, inputs) where coalesce(num, 0) < planned
 )
-select coalesce(sum($planned - num), 0)::double as num_absent,
-  string_agg(concat(side, ' has ', num, ' of ', $planned, ' in ', dtype_class), ', '
-    order by side, dtype_class) as named
+select coalesce(sum(planned - num), 0)::double as num_absent,
+  string_agg(concat(side, ' has ', num, ' of ', planned, ' ', inputs, ' in ', dtype_class), ', '
+    order by side, dtype_class, inputs) as named
 from short
 """
+
+_WINDOWED = "select distinct case_json from tensor_replay where release_id = $release and case_json is not null"
 
 _CLASSES = """
 select dtype_class, count(*) as num_rows,
@@ -151,9 +158,11 @@ def judge(lake: Path, release_id: str, plan: Plan) -> list[Check]:
 def tensor_checks(tables: Lake, release_id: str, plan: Plan, limits: Limits) -> list[Check]:
     """Evidence first, then the worst case of each dtype class, then the LSE."""
     replay = plan.replay
-    planned = len(replay_shapes(replay.max_kv_len)) * len(REPLAY_INPUTS) * replay.seeds
     cases = tables.frame(_CASES, release=release_id)
-    cases[["num_absent", "named"]] = tables.frame(_PLANNED, release=release_id, planned=planned)
+    planned = _planned(tables, release_id, plan)
+    cases[["num_absent", "named"]] = tables.frame(
+        _PLANNED, release=release_id, inputs=list(planned), planned=list(planned.values())
+    )
     row = cases.iloc[0]
     num_cases = int(row["num_cases"])
     one = f"1 case of {num_cases}"
@@ -180,6 +189,20 @@ def tensor_checks(tables: Lake, release_id: str, plan: Plan, limits: Limits) -> 
     if int(row["num_lse"]):
         checks += _lse_checks(tables.frame(_LSE, release=release_id), limits)
     return checks
+
+
+def _planned(tables: Lake, release_id: str, plan: Plan) -> dict[Inputs, int]:
+    """How many cases the plan implies of each kind of inputs, a side and dtype class."""
+    shapes = replay_shapes(plan.replay.max_kv_len)
+    windowed = {
+        (case.phase, case.batch)
+        for (text,) in tables.rows(_WINDOWED, release=release_id)
+        if (case := AttentionCase.model_validate_json(text)).windowed
+    }
+    num = {inputs: len(shapes) for inputs in plan.replay.inputs}
+    if "window_edge" in num:
+        num["window_edge"] = sum(shape in windowed for shape in shapes)
+    return {inputs: count * plan.replay.seeds for inputs, count in num.items()}
 
 
 def _class_checks(dtype_class: str, frame: pd.DataFrame, limits: Limits, where: str) -> list[Check]:

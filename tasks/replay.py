@@ -85,7 +85,12 @@ def _job(context: Context, side: Side, prompts: tuple[Prompt, ...], golden: list
     return ReplayJob(
         setup=context.setup(side),
         evidence=context.evidence(side),
-        tensor=TensorPlan(seeds=tensor_seeds(context), max_kv_len=plan.max_kv_len),
+        tensor=TensorPlan(
+            seeds=tensor_seeds(context),
+            max_kv_len=plan.max_kv_len,
+            inputs=plan.inputs,
+            activations=context.work / "activations.safetensors",  # one file for both sides: equal inputs
+        ),
         model=ModelPlan(prompts=prompts, max_tokens=plan.model_tokens, decode_tokens=plan.decode_tokens),
         business=BusinessPlan(prompts=asked),
     )

@@ -7,7 +7,7 @@ A case that raises is a row with `error`; the run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,9 +16,10 @@ import torch
 from attention import confirm
 from attention.backends import create
 from attention.backends.base import AttentionSpec
-from attention.cases import REPLAY_INPUTS, AttentionCase, Phase, replay_shapes
+from attention.cases import AttentionCase, Inputs, Phase, parse_batch, replay_shapes
 from attention.job import Setup, TensorPlan
 from attention.replay.figures import compare
+from attention.replay.inputs import Captured
 from attention.replay.problems import make
 
 
@@ -39,6 +40,11 @@ def cases(spec: AttentionSpec, dtype: str, page_size: int, max_kv_len: int) -> I
         )
 
 
+def longest(max_kv_len: int) -> int:
+    """KV length of the longest member of the plan's cases, in tokens: as many activations are worth capturing."""
+    return max((m.kv_len for _, batch in replay_shapes(max_kv_len) for m in parse_batch(batch)), default=1)
+
+
 def rows(
     setup: Setup,
     plan: TensorPlan,
@@ -47,25 +53,35 @@ def rows(
     resolved: dict[Phase, str],
     scale_factor: float,
     progress: Any = lambda done, total: None,
+    captured: Mapping[AttentionSpec, Captured] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of `tensor_replay`, one a (case, inputs, seed)."""
+    """Rows of `tensor_replay`, one a (case, inputs, seed); `captured` are the activations of each kind of layer."""
     problems = [
-        (case, inputs, seed)
+        (case, inputs, seed, (captured or {}).get(spec))
         for spec in dict.fromkeys(specs)
         for dtype in dict.fromkeys(dtypes)
         for case in cases(spec, dtype, setup.page_size, plan.max_kv_len)
-        for inputs in REPLAY_INPUTS
+        for inputs in plan.inputs
+        if inputs != "window_edge" or case.windowed
         for seed in plan.seeds
     ]
-    for done, (case, inputs, seed) in enumerate(problems, start=1):
+    for done, (case, inputs, seed, kept) in enumerate(problems, start=1):
         yield {
-            **_row(case, inputs, seed, resolved[case.phase], setup.device, scale_factor),
+            **_row(case, inputs, seed, resolved[case.phase], setup.device, scale_factor, kept),
             "time": datetime.now(UTC),
         }
         progress(done, len(problems))
 
 
-def _row(case: AttentionCase, inputs: Any, seed: int, backend: str, device: str, scale_factor: float) -> dict[str, Any]:
+def _row(
+    case: AttentionCase,
+    inputs: Inputs,
+    seed: int,
+    backend: str,
+    device: str,
+    scale_factor: float,
+    captured: Captured | None,
+) -> dict[str, Any]:
     row: dict[str, Any] = {
         "backend": backend,
         "case_id": case.case_id,
@@ -75,7 +91,7 @@ def _row(case: AttentionCase, inputs: Any, seed: int, backend: str, device: str,
         "dtype_class": case.dtype,
     }
     try:
-        problem = make(case, inputs, seed, device=device)
+        problem = make(case, inputs, seed, device=device, captured=captured)
         spec = problem.spec
         if scale_factor != 1.0:
             from dataclasses import replace

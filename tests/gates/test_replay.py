@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from attention.cases import AttentionCase, Inputs
 from data.lake import Lake
 from data.plan import Plan
 from gates import replay
@@ -124,9 +125,12 @@ def test_too_few_cases_are_inconclusive(evidence: Any, plan: Plan, judged: Any) 
 @pytest.mark.parametrize(
     ("kept", "named"),
     [
-        (lambda row: row["seed"] > 0, "candidate has 32 of 48 in bfloat16, champion has 32 of 48 in bfloat16"),
-        (lambda row: row["side"] == "candidate", "champion has 0 of 48 in bfloat16"),
-        (lambda row: row["side"] == "champion" or row["case_id"] != "case3", "candidate has 45 of 48"),
+        (
+            lambda row: row["seed"] > 0,
+            "candidate has 32 of 48 normal in bfloat16, champion has 32 of 48 normal in bfloat16",
+        ),
+        (lambda row: row["side"] == "candidate", "champion has 0 of 48 normal in bfloat16"),
+        (lambda row: row["side"] == "champion" or row["case_id"] != "case3", "candidate has 45 of 48 normal"),
     ],
 )
 def test_fewer_cases_than_planned_on_either_side_are_an_error(
@@ -136,6 +140,35 @@ def test_fewer_cases_than_planned_on_either_side_are_an_error(
     found = judged(tensor(evidence, plan))
     assert "tensor.planned_cases" in found.named(Verdict.ERROR)
     assert named in found.checks["tensor.planned_cases"].message
+
+
+def with_inputs(plan: Plan, *inputs: Inputs) -> Plan:
+    return plan.model_copy(update={"replay": plan.replay.model_copy(update={"inputs": inputs})})
+
+
+def test_each_kind_of_inputs_that_the_plan_names_must_be_there(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.tensor()
+    evidence.tensor(lambda row: row | {"inputs": "needle"})  # twice as many rows, none of them of a sink
+    found = judged(tensor(evidence, with_inputs(plan, "normal", "sink")))
+    assert found.named(Verdict.ERROR) == {"tensor.planned_cases"}
+    assert "candidate has 0 of 48 sink in bfloat16" in found.checks["tensor.planned_cases"].message
+
+
+def test_inputs_at_the_edge_of_a_window_are_planned_where_a_case_has_one(
+    evidence: Any, plan: Plan, judged: Any
+) -> None:
+    case = AttentionCase(
+        phase="decode", batch="q1s63", heads_q=1, heads_kv=1, head_dim_qk=8, head_dim_vo=8, dtype="bfloat16"
+    )
+    asking = with_inputs(plan, "normal", "window_edge")
+    evidence.tensor(lambda row: row | {"case_json": case.model_dump_json()})
+    assert tensor(evidence, asking).verdict is Verdict.PASS, "no case has a window"
+    for window, verdict in (((63, 0), Verdict.PASS), ((31, 0), Verdict.ERROR)):
+        windowed = case.model_copy(update={"window": window}).model_dump_json()
+        evidence.tensor(lambda row, windowed=windowed: row | {"case_json": windowed})
+        assert tensor(evidence, asking).verdict is verdict
+    named = judged(tensor(evidence, asking)).checks["tensor.planned_cases"].message
+    assert "champion has 0 of 6 window_edge in bfloat16" in named
 
 
 def test_rows_of_a_class_that_is_always_replayed_must_be_there(evidence: Any, plan: Plan, judged: Any) -> None:
