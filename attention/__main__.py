@@ -451,12 +451,19 @@ def _replay(args: argparse.Namespace) -> int:
     from attention import startup
     from attention.model import specs_of
     from attention.replay import business, model, tensor
+    from attention.replay.truths import Truths, compute
 
     job: ReplayJob = _job(args, ReplayJob)
     dispatcher = startup.decide(job.setup, [])
     found = startup.identify(job.setup, dispatcher)
     runner = startup.load(job.setup, dispatcher)
     specs = specs_of(job.setup.model, found.identity.dtype)
+    truths = Truths(job.tensor.truths) if job.tensor.truths else None
+    sources = tensor.Sources(
+        captured=_captured(runner, job, specs, args.out),
+        oracle=truths or compute,
+        backwards=job.evidence.side == "candidate",
+    )
     rows = list(
         tensor.rows(
             job.setup,
@@ -466,7 +473,7 @@ def _replay(args: argparse.Namespace) -> int:
             dispatcher.resolved,
             startup.scale_factor(job.setup.fault),
             _progress("tensor replay"),
-            _captured(runner, job, specs, args.out),
+            sources,
         )
     )
     model.record(runner, job.model, args.out, _progress("model replay"))
@@ -476,6 +483,7 @@ def _replay(args: argparse.Namespace) -> int:
         "fingerprint_id": found.id,
         "cases": len(rows),
         "errors": sum("error" in row for row in rows),
+        "truths": {"computed": truths.num_computed, "read": truths.num_read} if truths else None,
         "confirmed": dict(dispatcher.confirmed),
         "answers": answers.model_dump()["answers"],
     }
@@ -486,7 +494,7 @@ def _replay(args: argparse.Namespace) -> int:
 def _captured(runner: Any, job: ReplayJob, specs: list[Any], out: Path) -> Any:
     """Activations of the served model, where the plan asks for them."""
     if "activations" not in job.tensor.inputs:
-        return None
+        return {}
     from attention.replay import activations
     from attention.replay.tensor import longest
 

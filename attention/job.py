@@ -79,6 +79,7 @@ class TensorPlan(_Strict):
     max_kv_len: int
     inputs: tuple[Inputs, ...] = REPLAY_INPUTS
     activations: Path | None = None  # default: activations.safetensors beside the job's results
+    truths: Path | None = None  # folder of the oracle's answers, shared by whoever names it; default: compute anew
 
 
 class ModelPlan(_Strict):

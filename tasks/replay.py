@@ -90,6 +90,7 @@ def _job(context: Context, side: Side, prompts: tuple[Prompt, ...], golden: list
             max_kv_len=plan.max_kv_len,
             inputs=plan.inputs,
             activations=context.work / "activations.safetensors",  # one file for both sides: equal inputs
+            truths=context.work / "truths",
         ),
         model=ModelPlan(prompts=prompts, max_tokens=plan.model_tokens, decode_tokens=plan.decode_tokens),
         business=BusinessPlan(prompts=asked),

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from attention.backends.base import AttentionSpec, Batch, alibi_slopes
-from attention.backends.oracle import Truth, attend
+from attention.backends.oracle import Truth
 from attention.cases import AttentionCase, Inputs
 from attention.replay.inputs import Captured, Size, draw, stored
+from attention.replay.members import Member
+from attention.replay.truths import Oracle, compute
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,6 @@ def spec_of(case: AttentionCase) -> AttentionSpec:
     )
 
 
-@dataclass(frozen=True)
-class Member:
-    """One member's inputs as they are stored: q [q_len, H, D], k and v [kv_len, G, D], mask [q_len, kv_len]."""
-
-    q_QHD: torch.Tensor
-    k_LGD: torch.Tensor
-    v_LGD: torch.Tensor
-    mask_QL: torch.Tensor | None = None
-
-
 def members_of(
     case: AttentionCase, spec: AttentionSpec, inputs: Inputs, seed: int, captured: Captured | None = None
 ) -> list[Member]:
@@ -84,11 +76,17 @@ def members_of(
 
 
 def make(
-    case: AttentionCase, inputs: Inputs, seed: int, *, device: str = "cpu", captured: Captured | None = None
+    case: AttentionCase,
+    inputs: Inputs,
+    seed: int,
+    *,
+    device: str = "cpu",
+    captured: Captured | None = None,
+    oracle: Oracle = compute,
 ) -> Problem:
     """The problem of a case for one kind of inputs and a seed; its inputs are the same on every machine."""
     spec = spec_of(case)
-    return build(case, spec, members_of(case, spec, inputs, seed, captured), seed=seed, device=device)
+    return build(case, spec, members_of(case, spec, inputs, seed, captured), seed=seed, device=device, oracle=oracle)
 
 
 def build(
@@ -99,6 +97,7 @@ def build(
     seed: int = 0,
     device: str = "cpu",
     poison: tuple[float, float] = (math.nan, math.nan),
+    oracle: Oracle = compute,
 ) -> Problem:
     """The problem of given members in the case's layout, with its truth.
 
@@ -106,28 +105,18 @@ def build(
     """
     page = case.page_size
     tables = _tables(case, page, torch.Generator().manual_seed(seed)) if page is not None else ()
-    here = [Member(*(None if t is None else t.to(device) for t in vars(m).values())) for m in members]  # type: ignore[arg-type]
-    truths = [attend(m.q_QHD, m.k_LGD, m.v_LGD, spec, m.mask_QL) for m in here]
     batch = Batch(
         tuple(m.q_len for m in case.members),
         tuple(m.kv_len for m in case.members),
         tables,
         page,
         layout=case.layout,
-        masks=tuple(m.mask_QL for m in here if m.mask_QL is not None) if case.custom_mask else None,
+        masks=tuple(m.mask_QL.to(device) for m in members if m.mask_QL is not None) if case.custom_mask else None,
     )
     k = _laid_out(batch, [m.k_LGD for m in members], poison[0]).to(device)
     v = _laid_out(batch, [m.v_LGD for m in members], poison[1]).to(device)
-    return Problem(batch, spec, torch.cat([m.q_QHD for m in here]), k, v, joined(truths))
-
-
-def joined(truths: list[Truth]) -> Truth:
-    """The truth of a batch from those of its members."""
-    return Truth(
-        torch.cat([t.out_QHD for t in truths]),
-        torch.cat([t.lse_QH for t in truths]),
-        torch.cat([t.rounded_QHD for t in truths]),
-    )
+    q = torch.cat([m.q_QHD for m in members]).to(device)
+    return Problem(batch, spec, q, k, v, oracle(members, spec, device))
 
 
 def _tables(case: AttentionCase, page: int, generator: torch.Generator) -> tuple[tuple[int, ...], ...]:

@@ -7,8 +7,10 @@ A case that raises is a row with `error`; the run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +18,12 @@ import torch
 from attention import confirm
 from attention.backends import create
 from attention.backends.base import AttentionSpec
-from attention.cases import AttentionCase, Inputs, Phase, parse_batch, replay_shapes
+from attention.cases import AttentionCase, Phase, parse_batch, replay_shapes
 from attention.job import Setup, TensorPlan
 from attention.replay.figures import compare
 from attention.replay.inputs import Captured
-from attention.replay.problems import make
+from attention.replay.problems import Problem, make
+from attention.replay.truths import Oracle, compute
 
 
 def cases(spec: AttentionSpec, dtype: str, page_size: int, max_kv_len: int) -> Iterator[AttentionCase]:
@@ -45,6 +48,15 @@ def longest(max_kv_len: int) -> int:
     return max((m.kv_len for _, batch in replay_shapes(max_kv_len) for m in parse_batch(batch)), default=1)
 
 
+@dataclass(frozen=True)
+class Sources:
+    """Where problems come from: activations of each kind of layer, and who knows the truth."""
+
+    captured: Mapping[AttentionSpec, Captured] = field(default_factory=dict)
+    oracle: Oracle = compute
+    backwards: bool = False  # the last case first: two sides that share truths meet in the middle
+
+
 def rows(
     setup: Setup,
     plan: TensorPlan,
@@ -53,11 +65,12 @@ def rows(
     resolved: dict[Phase, str],
     scale_factor: float,
     progress: Any = lambda done, total: None,
-    captured: Mapping[AttentionSpec, Captured] | None = None,
+    sources: Sources | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of `tensor_replay`, one a (case, inputs, seed); `captured` are the activations of each kind of layer."""
+    """Rows of `tensor_replay`, one a (case, inputs, seed)."""
+    sources = sources or Sources()
     problems = [
-        (case, inputs, seed, (captured or {}).get(spec))
+        (case, inputs, seed, sources.captured.get(spec))
         for spec in dict.fromkeys(specs)
         for dtype in dict.fromkeys(dtypes)
         for case in cases(spec, dtype, setup.page_size, plan.max_kv_len)
@@ -65,44 +78,34 @@ def rows(
         if inputs != "window_edge" or case.windowed
         for seed in plan.seeds
     ]
-    for done, (case, inputs, seed, kept) in enumerate(problems, start=1):
+    for done, (case, inputs, seed, captured) in enumerate(reversed(problems) if sources.backwards else problems, 1):
+        draw = partial(make, case, inputs, seed, device=setup.device, captured=captured, oracle=sources.oracle)
         yield {
-            **_row(case, inputs, seed, resolved[case.phase], setup.device, scale_factor, kept),
+            "backend": resolved[case.phase],
+            "case_id": case.case_id,
+            "case_json": case.model_dump_json(),
+            "inputs": inputs,
+            "seed": seed,
+            "dtype_class": case.dtype,
+            **_figures(draw, resolved[case.phase], setup.device, scale_factor),
             "time": datetime.now(UTC),
         }
         progress(done, len(problems))
 
 
-def _row(
-    case: AttentionCase,
-    inputs: Inputs,
-    seed: int,
-    backend: str,
-    device: str,
-    scale_factor: float,
-    captured: Captured | None,
-) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "backend": backend,
-        "case_id": case.case_id,
-        "case_json": case.model_dump_json(),
-        "inputs": inputs,
-        "seed": seed,
-        "dtype_class": case.dtype,
-    }
+def _figures(draw: Callable[[], Problem], backend: str, device: str, scale_factor: float) -> dict[str, Any]:
+    """Figures of one problem on a backend, or why there are none."""
     try:
-        problem = make(case, inputs, seed, device=device, captured=captured)
+        problem = draw()
         spec = problem.spec
         if scale_factor != 1.0:
-            from dataclasses import replace
-
             spec = replace(spec, scale=spec.scale * scale_factor)
         with torch.inference_mode():
             planned = create(backend, device).plan(problem.batch, spec)
             (out, lse), confirmed = confirm.watch(
                 lambda: planned.run(problem.q_THD, problem.k, problem.v), device=device
             )
-        figures = compare(out, lse, problem.truth, problem.spec.dtype, problem.batch.q_lens)
+        found = compare(out, lse, problem.truth, problem.spec.dtype, problem.batch.q_lens)
     except Exception as error:  # a case that raises is a row, never the end of the run
-        return {**row, "error": f"{type(error).__name__}: {error}"[:500]}
-    return {**row, "confirmed_backend": confirmed, **figures.row()}
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+    return {"confirmed_backend": confirmed, **found.row()}
