@@ -58,7 +58,7 @@ _TABLES: dict[str, dict[str, pa.DataType]] = {
         "confirmed_backend": _STR,
         "case_id": _STR,
         "case_json": _STR,
-        "inputs": _STR,  # normal | needle | large_logit
+        "inputs": _STR,  # normal | needle | large_logit | window_edge | sink | activations
         "seed": _INT,
         "dtype_class": _STR,
         "finite_mask_equal": _BOOL,
@@ -79,6 +79,11 @@ _TABLES: dict[str, dict[str, pa.DataType]] = {
         "r_max": _REAL,  # ratios to the dtype class's own error, see attention/replay/tensor.py
         "r_rms": _REAL,
         "r_row": _REAL,
+        # Quantised KV, else null: what rounding K and V alone makes of the output, in the same unit. r_* above are then
+        # the kernel's part.
+        "quantisation_r_max": _REAL,
+        "quantisation_r_rms": _REAL,
+        "quantisation_r_row": _REAL,
         "error": _STR,  # why the case has no figures (crash, refusal), else null
     },
     # One row a (prompt, mode, position): both sides already compared.

@@ -30,6 +30,7 @@ class ReplayPlan(_Section):
     seeds: int = Field(ge=1)  # tensor layer: seeds per case
     max_kv_len: int = Field(ge=16)
     inputs: tuple[Inputs, ...] = Field(default=REPLAY_INPUTS, min_length=1)  # tensor layer, each on every case and seed
+    kv_dtypes: tuple[str, ...] = Field(default=("auto",), min_length=1)  # tensor layer: KV caches that are served
     model_prompts: int = Field(ge=1)
     model_tokens: int = Field(ge=8)  # teacher-forced tokens a prompt
     decode_tokens: int = Field(ge=1)  # of these, forced one by one through the KV cache

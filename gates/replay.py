@@ -202,7 +202,8 @@ def _planned(tables: Lake, release_id: str, plan: Plan) -> dict[Inputs, int]:
     num = {inputs: len(shapes) for inputs in plan.replay.inputs}
     if "window_edge" in num:
         num["window_edge"] = sum(shape in windowed for shape in shapes)
-    return {inputs: count * plan.replay.seeds for inputs, count in num.items()}
+    each = plan.replay.seeds * len(plan.replay.kv_dtypes)
+    return {inputs: count * each for inputs, count in num.items()}
 
 
 def _class_checks(dtype_class: str, frame: pd.DataFrame, limits: Limits, where: str) -> list[Check]:
