@@ -42,6 +42,7 @@ from attention.matrix import check_device
 
 DEFAULT_MODEL = Path("data/models/smollm2-135m-instruct")
 DEFAULT_POLICY = Path("data/policies/cpu-flash.yaml")
+DEFAULT_LIMITS = Path("gates/thresholds.yaml")
 MODEL_HELP = "folder of a transformers causal LM"
 
 PROBE_HELP = """Run the capability probes. A probe is required when serving this model needs it; the others say
@@ -125,8 +126,18 @@ def _parser() -> argparse.ArgumentParser:
     probe.add_argument(
         "--try-declared-failures", action="store_true", help="run also what declared rules refuse (for matrix --drift)"
     )
-    verb("replay", "record the numerical replay of one side: tensor, model and business layer", _replay, job=True)
-    verb("compare", "compare two recordings of the model layer", _compare, job=True)
+    replay = verb("replay", "record the numerical replay of one side", _replay, job=True, setup=True)
+    replay.description = "Record the numerical replay of one side: with --job all layers, with --cases a file of cases."
+    replay.add_argument("--cases", type=Path, help="cases (YAML or JSON, as for probe --cells) to record into --out")
+    replay.add_argument("--inputs", help="--cases: comma-separated kinds of inputs (normal,needle,large_logit)")
+    replay.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="--cases: seeds (default: 0 1)")
+    compare = verb(
+        "compare", "judge recording B of `replay --cases` beside A; with --job, the model layer's", _compare, job=True
+    )
+    compare.add_argument("recordings", nargs="*", type=Path, metavar="A B", help="folders that replay --cases wrote")
+    compare.add_argument("--limits", type=Path, default=DEFAULT_LIMITS, help="thresholds (default: %(default)s)")
+    compare.add_argument("--truths", type=Path, help="folder that keeps the oracle's answers between runs")
+    compare.add_argument("--json", action="store_true", help="one JSON document on stdout")
     bench = verb("bench", "a worker that times what stdin asks for; dispatch: host overhead", _bench, job=True)
     bench.add_argument("what", nargs="?", choices=("dispatch",), help="dispatch: a planned run against the plain call")
     bench.add_argument("--backend", action="append", help="dispatch: backend or family; may be repeated (torch_sdpa)")
@@ -448,6 +459,12 @@ def _counts(results: list[Any]) -> str:
 
 
 def _replay(args: argparse.Namespace) -> int:
+    if args.cases is not None:
+        from attention.replay.command import record_cases
+
+        if args.job is not None:
+            raise UserError("replay takes --job or --cases, not both")
+        return record_cases(args, _setup(args), _progress("replay"))
     from attention import startup
     from attention.model import specs_of
     from attention.replay import business, model, tensor
@@ -504,6 +521,12 @@ def _captured(runner: Any, job: ReplayJob, specs: list[Any], out: Path) -> Any:
 
 
 def _compare(args: argparse.Namespace) -> int:
+    if args.recordings:
+        from attention.replay.command import compare_recordings
+
+        if len(args.recordings) != 2 or args.job is not None:
+            raise UserError("compare takes two recordings, A and B, or --job")
+        return compare_recordings(args)
     import torch
 
     from attention import startup
