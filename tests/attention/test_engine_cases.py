@@ -48,10 +48,10 @@ def test_a_rank_launches_prefill_chunks_decodes_in_captured_sizes_and_a_mixed_st
     assert [(c.phase, c.batch, c.execution) for c in cases] == [
         ("prefill", "q512", "eager"),
         ("extend", "q512s1536", "eager"),
-        ("decode", "1q1s1024", "cuda_graph"),
-        ("decode", "8q1s1024", "cuda_graph"),
-        ("decode", "2q1s1024_6q1s0", "cuda_graph"),
-        ("extend", "q504s1528_8q1s1024", "eager"),
+        ("decode", "q1s1k", "cuda_graph"),
+        ("decode", "8q1s1k", "cuda_graph"),
+        ("decode", "2q1s1k_6q1s0", "cuda_graph"),
+        ("extend", "q504s1528_8q1s1k", "eager"),
     ]
     assert {(c.heads_q, c.heads_kv, c.head_dim_qk) for c in cases} == {(8, 1, 128)}
     assert {len(c.members) for c in cases if c.execution == "cuda_graph"} == {1, 8}, "a graph has its size of members"
@@ -60,7 +60,7 @@ def test_a_rank_launches_prefill_chunks_decodes_in_captured_sizes_and_a_mixed_st
 def test_speculation_adds_verify_batches_of_one_more_token_than_it_drafts(folder: Folder) -> None:
     cases = cases_of(folder(LLAMA), speculative_k=3, capture_sizes=(4,), chunk=64, kv_lens=(256,))
     verify = [c.batch for c in cases if c.execution == "cuda_graph" and c.phase == "extend"]
-    assert verify == ["4q4s256", "1q4s256_3q4s0"]
+    assert verify == ["4q4s256", "q4s256_3q4s0"]
     mixed = cases[-1]
     assert mixed.batch == "q48s304_4q4s256"
     assert sum(m.q_len for m in mixed.members) == 64, "the step's tokens are its budget"
@@ -68,7 +68,7 @@ def test_speculation_adds_verify_batches_of_one_more_token_than_it_drafts(folder
 
 def test_an_engine_without_graphs_decodes_eagerly(folder: Folder) -> None:
     cases = cases_of(folder(LLAMA), capture_sizes=(), chunk=1)
-    assert [(c.batch, c.execution) for c in cases if c.phase == "decode"] == [("q1s1024", "eager")]
+    assert [(c.batch, c.execution) for c in cases if c.phase == "decode"] == [("q1s1k", "eager")]
     assert all(c.execution == "eager" for c in cases)
 
 
@@ -86,13 +86,13 @@ def test_mla_prefills_expanded_and_decodes_over_the_shared_latent(folder: Folder
     expanded = [c for c in cases if c.layout == "ragged"]
     assert [(c.phase, c.batch, c.causal) for c in expanded] == [
         ("prefill", "q512", True),
-        ("extend", "q512s1024", False),  # over the cached context; merged by LSE
+        ("extend", "q512s1k", False),  # over the cached context; merged by LSE
     ]
     assert {(c.heads_q, c.heads_kv, c.head_dim_qk, c.head_dim_vo, c.kv_dtype) for c in expanded} == {
         (16, 16, 192, 128, "auto")
     }
     absorbed = [c for c in cases if c not in expanded]
-    assert [c.batch for c in absorbed] == ["2q1s1024", "1q1s1024_1q1s0"]
+    assert [c.batch for c in absorbed] == ["2q1s1k", "q1s1k_q1s0"]
     assert {(c.heads_q, c.heads_kv, c.head_dim_qk, c.head_dim_vo, c.kv_dtype, c.page_size) for c in absorbed} == {
         (16, 1, 576, 512, "float8_e4m3fn", 64)
     }
