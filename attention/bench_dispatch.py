@@ -41,6 +41,7 @@ from attention.backends.base import Backend, Planned
 from attention.cases import AttentionCase
 from attention.errors import UserError
 from attention.isolate import NOT_RUN, Outcome, in_workers, short, worker
+from attention.replaced import replaced
 from attention.replay.problems import Problem, make
 
 #: Calls between two syncs: well below the about 1,000 launches that a stream's queue holds.
@@ -270,9 +271,8 @@ def main() -> int:
     def heard(one: Outcome) -> None:
         said = {"backend": one.name, **one.said} if one.error is None else {"backend": one.name, "error": one.error}
         rows.append(said)
-        fresh = options.out.with_suffix(".new")
-        fresh.write_text(json.dumps(rows, indent=1) + "\n")
-        fresh.replace(options.out)
+        with replaced(options.out) as fresh:
+            fresh.write_text(json.dumps(rows, indent=1) + "\n")
         print(json.dumps(said), flush=True)
 
     there = {row["backend"] for row in rows}

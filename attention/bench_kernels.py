@@ -32,6 +32,7 @@ from attention import STARTED
 from attention.bench_contenders import READS, Shape, shapes, wired
 from attention.errors import UserError
 from attention.isolate import NOT_RUN, Outcome, in_workers
+from attention.replaced import replaced
 
 #: Beside `triton:paged`, where they are installed.
 OTHERS = ("flash_attn:fa2", "flash_attn:fa4", "flashinfer:fa2", "torch_sdpa:cudnn")
@@ -174,18 +175,16 @@ def contenders(shape: Shape, device: str) -> list[str]:
 def write(rows: list[Row], path: Path) -> None:
     """Rows as Parquet (`.parquet`) or JSON (`.json`). UserError for another ending."""
     documents = [asdict(row) for row in rows]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".new")
-    if path.suffix == ".json":
-        fresh.write_text(json.dumps({"rows": documents}, indent=1) + "\n")
-    elif path.suffix == ".parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        pq.write_table(pa.Table.from_pylist(documents), fresh)
-    else:
+    if path.suffix not in (".json", ".parquet"):
         raise UserError(f"--out {path}: write rows to a .json or .parquet file")
-    fresh.replace(path)
+    with replaced(path) as fresh:
+        if path.suffix == ".json":
+            fresh.write_text(json.dumps({"rows": documents}, indent=1) + "\n")
+        else:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            pq.write_table(pa.Table.from_pylist(documents), fresh)
 
 
 def read(path: Path) -> list[Row]:

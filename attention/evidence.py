@@ -29,6 +29,7 @@ from typing import Any, Literal
 from attention.errors import UserError
 from attention.lifetime import end_session
 from attention.reasons import Code
+from attention.replaced import replaced
 
 CELLS = Path("attention/cells/hopper.yaml")
 POLICY = Path("data/policies/document.yaml")
@@ -192,9 +193,8 @@ def write_steps(found: list[Outcome], out: Path) -> None:
 
 
 def _write(path: Path, document: Any) -> None:
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(document, indent=1) + "\n")
-    fresh.replace(path)
+    with replaced(path) as fresh:
+        fresh.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def squeeze(out: Path) -> None:
@@ -206,8 +206,9 @@ def squeeze(out: Path) -> None:
     path = out / "probes.parquet"
     finish_log(path)
     if path.is_file():
-        pq.write_table(pq.read_table(path), path, compression="zstd", compression_level=15)
-    for unfinished in out.glob("*.new"):
+        with replaced(path) as fresh:
+            pq.write_table(pq.read_table(path), fresh, compression="zstd", compression_level=15)
+    for unfinished in out.glob(".*.new"):  # of steps that were killed
         unfinished.unlink()
 
 
@@ -271,11 +272,12 @@ def _footer(folder: Path, unreached: int) -> str:
 
 def _probes(folder: Path) -> dict[str, tuple[Counter[str], Counter[str]]]:
     """Backend -> outcomes of its cells, and of its checks."""
-    from attention.drift import read_rows
+    from attention.drift import read_rows, unfinished_rows
 
-    paths = [folder / f"probes.{ending}" for ending in ("parquet", "jsonl")]  # lines: of a run that was killed
+    path = folder / "probes.parquet"
+    rows = unfinished_rows(path) or (read_rows(path) if path.is_file() else [])  # a run that was killed has them all
     outcomes: dict[tuple[str, str, str], str] = {}
-    for row in (row for path in paths if path.is_file() for row in read_rows(path)):
+    for row in rows:
         if row.level == "construct" and row.status == "pass":
             continue
         status: str = row.status

@@ -28,6 +28,7 @@ from attention import STARTED, jit
 from attention.cases import AttentionCase
 from attention.errors import UserError
 from attention.isolate import NOT_RUN, Outcome, in_workers, short, worker
+from attention.replaced import replaced
 
 
 @dataclass(frozen=True)
@@ -266,9 +267,8 @@ def main() -> int:
 
     def write() -> None:
         document = {"before": before, "after": jit.outputs(), "refused": refused, "counts": counts(rows)}
-        fresh = options.out.with_suffix(".new")
-        fresh.write_text(json.dumps({**document, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-        fresh.replace(options.out)
+        with replaced(options.out) as fresh:
+            fresh.write_text(json.dumps({**document, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
     def heard(row: Compiled) -> None:
         rows.append(row)
