@@ -175,6 +175,8 @@ def _progress(what: str) -> Any:
 
     def tell(done: int, total: int) -> None:
         nonlocal shown
+        if not total:
+            return
         if done * 10 // total > shown or done == total:
             shown = done * 10 // total
             print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
@@ -358,9 +360,11 @@ def _probe(args: argparse.Namespace) -> int:
 
 def _probed(args: argparse.Namespace, job: ProbeJob) -> tuple[str, ...] | None:
     """The backends to probe; None for those of the policy."""
-    if args.backends:
-        return _backends(args.backends)
-    return None if args.job or job.setup.device != "cpu" else _backends("all")
+    from attention.backends import NAMES, chosen
+
+    if args.backends is not None:
+        return chosen(args.backends)
+    return None if args.job or job.setup.device != "cpu" else NAMES
 
 
 def _verdict(failed: list[tuple[str, str]]) -> str:
@@ -372,31 +376,49 @@ def _verdict(failed: list[tuple[str, str]]) -> str:
 
 def _probe_cells(args: argparse.Namespace) -> int:
     """Probe a file of cells: rows, and no decision."""
+    from attention.backends import chosen
     from attention.cells import load_cells
-    from attention.drift import RowsLog
+    from attention.drift import RowsLog, check_place
     from attention.probe import was_not_reached
     from attention.probe_workers import probe_all
     from attention.warm import pending
 
     check_device(args.device)
+    backends, probes = chosen("all" if args.backends is None else args.backends), load_cells(args.cells)
+    is_pending = pending(args.compiled)
+    if args.out:
+        check_place(args.out)
     earlier = _reached(args.out) if args.resume and args.out else []
+    known = {(row.backend, row.probe, row.case) for row in earlier}
+    if all((name, probe.name, probe.case) in known for name in backends for probe in probes):
+        print(f"{args.out}: has the rows of all these probes already, and stays as it is", file=sys.stderr)
+        if args.json:
+            print(json.dumps({"results": []}, indent=1))
+        return 0
     log = RowsLog(args.out, earlier) if args.out else None
-    results = probe_all(
-        _backends(args.backends or "all"),
-        load_cells(args.cells),
-        device=args.device,
-        timeout_s=args.timeout_s,
-        jobs=args.jobs or _jobs(args.device),
-        try_declared=args.try_declared_failures,
-        by_head_dim=True,
-        budget_s=None if args.budget_s is None else args.budget_s - (time.monotonic() - STARTED),
-        known={(row.backend, row.probe, row.case) for row in earlier},
-        is_pending=pending(args.compiled),
-        heard=log.add if log else lambda rows: None,
-        progress=_progress("probes"),
-    )
+    try:
+        results = probe_all(
+            backends,
+            probes,
+            device=args.device,
+            timeout_s=args.timeout_s,
+            jobs=args.jobs or _jobs(args.device),
+            try_declared=args.try_declared_failures,
+            by_head_dim=True,
+            budget_s=None if args.budget_s is None else args.budget_s - (time.monotonic() - STARTED),
+            known=known,
+            is_pending=is_pending,
+            heard=log.add if log else lambda rows: None,
+            progress=_progress("probes"),
+        )
+    except KeyboardInterrupt:
+        if log:
+            print(f"stopped; --out {args.out} --resume goes on with what is left", file=sys.stderr)
+        raise
+    finally:
+        if log:
+            log.close()
     if log:
-        log.close()
         ended = [row for row in results if row.level == "execute" or row.status != "pass"]
         print(f"{args.out}: {_counts(ended)}", file=sys.stderr)
     if args.json:
@@ -416,14 +438,6 @@ def _reached(out: Path) -> list[Any]:
     rows = read_rows(out) if out.is_file() else []
     lacking = {(row.backend, row.probe, row.case) for row in rows if was_not_reached(row)}
     return [row for row in rows if (row.backend, row.probe, row.case) not in lacking]
-
-
-def _backends(text: str) -> tuple[str, ...]:
-    from attention.backends import NAMES, expand
-
-    if text == "all":
-        return NAMES
-    return tuple(dict.fromkeys(name for part in text.split(",") for name in expand(part.strip())))
 
 
 def _jobs(device: str) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from attention.__main__ import _probed, main
 from attention.backends import NAMES
 from attention.cases import AttentionCase
+from attention.drift import read_rows
 from attention.job import ProbeJob, Setup
 from attention.probe import Level, ProbeResult, Status
 from attention.reasons import Code, Reason
@@ -329,7 +332,58 @@ def test_a_bad_place_for_rows_is_told_before_any_probe_runs(capsys: pytest.Captu
     cells.write_text(CELLS)
     line = error_of(capsys, "probe", "--cells", str(cells), "--out", str(tmp_path / "rows.csv"))
     assert "write probe rows to a .json or .parquet file" in line
+    assert "this is a folder" in error_of(capsys, "probe", "--cells", str(cells), "--out", str(folder(tmp_path)))
     assert "unknown backend 'maths'" in error_of(capsys, "probe", "--cells", str(cells), "--backends", "maths")
+
+
+def folder(parent: Path) -> Path:
+    path = parent / "rows.json"
+    path.mkdir()
+    return path
+
+
+def test_where_all_is_probed_resume_leaves_the_file_as_it_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells, out = tmp_path / "cells.yaml", tmp_path / "rows.json"
+    cells.write_text(CELLS)
+    argv = ["probe", "--cells", str(cells), "--backends", "flashinfer:fa2", "--out", str(out)]
+    assert main(argv) == 0
+    before = out.read_bytes()
+    capsys.readouterr()
+    assert main([*argv, "--resume"]) == 0
+    assert capsys.readouterr() == ("", f"{out}: has the rows of all these probes already, and stays as it is\n")
+    assert out.read_bytes() == before
+
+
+def test_ctrl_c_stops_the_workers_at_once_and_keeps_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells, out, log = tmp_path / "cells.yaml", tmp_path / "rows.json", tmp_path / ".rows.json.rows"
+    batches = ", ".join(f"{{batch: q{num}}}" for num in range(300, 900))
+    cells.write_text(
+        "groups: [{base: {phase: prefill, heads_q: 4, heads_kv: 2, head_dim_qk: 64, head_dim_vo: 64, dtype: float32}, "
+        f"axes: [[{batches}]], checks: [{{run: [numeric]}}]}}]"
+    )
+    argv = ["probe", "--cells", str(cells), "--backends", "math", "--out", str(out)]
+    process = subprocess.Popen([sys.executable, "-m", "attention", *argv], cwd=REPO, stderr=subprocess.PIPE, text=True)
+    try:
+        while not (log.exists() and b"execute" in log.read_bytes()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=8)
+    finally:
+        process.kill()
+    assert (process.returncode, said.splitlines()[-1]) == (
+        130,
+        f"stopped; --out {out} --resume goes on with what is left",
+    )
+    kept = read_rows(out)
+    assert 0 < len({row.case for row in kept}) < 600
+    assert not log.exists()
+    known: list[Any] = []
+    monkeypatch.setattr("attention.probe_workers.probe_all", lambda *args, **more: known.extend(more["known"]) or kept)
+    assert main([*argv, "--resume"]) == 0
+    assert set(known) == {(row.backend, row.probe, row.case) for row in kept}
 
 
 def test_the_matrix_lists_rules_and_reports_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
