@@ -75,7 +75,8 @@ class Sequence(BaseModel):
     kv_len: int = Field(ge=0)
 
 
-_TOKEN = re.compile(r"^(?P<count>[1-9]\d*)?q(?P<q>\d+)(?P<qk>k?)(?:s(?P<kv>\d+)(?P<kvk>k?))?$")
+# More digits are no batch that a machine holds.
+_TOKEN = re.compile(r"^(?P<count>[1-9]\d{0,5})?q(?P<q>\d{1,9})(?P<qk>k?)(?:s(?P<kv>\d{1,9})(?P<kvk>k?))?$")
 
 
 @lru_cache(maxsize=4096)
@@ -176,7 +177,7 @@ def natural_lse(lse_base2: Any) -> Any:
 class AttentionCase(BaseModel):
     """One attention problem. Immutable and hashable; JSON through pydantic both ways."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     phase: Phase
     batch: str

@@ -6,7 +6,7 @@ matrix and the probes allow, and for each one left out, all its reasons.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -187,17 +187,17 @@ def load_policy(path: Path) -> Policy:
         raise UserError(f"{path}: {describe(error)}") from error
 
 
-def describe(error: ValidationError) -> str:
-    """First finding of a validation as `key: problem`, with near names for an unknown key.
+def describe(error: ValidationError, known: Iterable[str] = ()) -> str:
+    """First finding of a validation as `key: problem`, with near names (`known`: a policy's) for an unknown key.
 
     An unknown key goes first: a mistyped key is also a missing one.
     """
     found = error.errors()
     first = next((e for e in found if e["type"] == "extra_forbidden"), found[0])
-    where = ".".join(map(str, first["loc"])) or "file"
+    where = ".".join(str(part) or "''" for part in first["loc"]) or "file"
     if first["type"] == "extra_forbidden":
-        known = {*_File.model_fields, *Policy.model_fields, *Budget.model_fields, *Override.model_fields}
-        return f"{where}: unknown key; {nearest(str(first['loc'][-1]), known)}"
+        names = known or {*_File.model_fields, *Policy.model_fields, *Budget.model_fields, *Override.model_fields}
+        return f"{where}: unknown key; {nearest(str(first['loc'][-1]), names)}"
     if first["type"] == "missing":
         return f"{where}: this key is missing"
     return f"{where}: {first['msg'].removeprefix('Value error, ')} (got {shown(first['input'])})"

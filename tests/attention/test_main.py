@@ -129,6 +129,40 @@ def test_two_fingerprints_are_compared(capsys: pytest.CaptureFixture[str], setup
     assert preferred["effects"][0]["source"] == "attention/policy.py resolve"
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ('"\\ud800"', "torch  absent  -> \\ud800"),
+        (f'"{"9" * 5000}"', f"torch  absent  -> {'9' * 5000}"),
+    ],
+)
+def test_odd_values_in_a_fingerprint_are_shown(
+    capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path, value: str, text: str
+) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text('{"identity": {}}')
+    new.write_text(f'{{"identity": {{"torch": {value}}}}}')
+    assert main(["fingerprint", "--diff", str(old), str(new)]) == 0
+    assert capsysbinary.readouterr().out.decode().splitlines()[0] == text
+
+
+def test_deep_nesting_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat, deep = tmp_path / "flat.json", tmp_path / "deep.json"
+    flat.write_text('{"identity": {}}')
+    deep.write_text("[" * 100_000)
+    assert "deep.json: not JSON that can be used" in error_of(capsys, "fingerprint", "--diff", str(flat), str(deep))
+    assert "deep.json: not written by `probe --out`" in error_of(capsys, "matrix", "--drift", str(deep))
+    # What can just be read may be too deep to be compared.
+    monkeypatch.setattr("attention.effects.changes", lambda *sides: deeper())
+    assert "nested too deeply to be compared" in error_of(capsys, "fingerprint", "--diff", str(flat), str(flat))
+
+
+def deeper() -> int:
+    return deeper()
+
+
 def test_fingerprints_of_different_versions_can_be_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     old.write_text('{"id": "1", "identity": {"torch": "2.10.0"}}')
@@ -340,6 +374,39 @@ def folder(parent: Path) -> Path:
     path = parent / "rows.json"
     path.mkdir()
     return path
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "text"),
+    [
+        ("--jobs", "0", "--jobs 0: use a whole number"),
+        ("--jobs", "-1", "--jobs -1: use a whole number"),
+        ("--timeout-s", "nan", "--timeout-s nan: use seconds"),
+        ("--timeout-s", "0", "--timeout-s 0: use seconds"),
+        ("--budget-s", "-1", "--budget-s -1: use seconds"),
+        ("--backends", "", "unknown backend ''"),
+        ("--device", "cuda:²", "use cpu, cuda or cuda:N"),
+        ("--device", f"cuda:{'9' * 5000}", "use cpu, cuda or cuda:N"),
+        ("--compiled", "no/such/file", "--compiled no/such/file: no such file"),
+    ],
+)
+def test_a_flag_out_of_range_is_one_line_and_costs_no_old_rows(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str, value: str, text: str
+) -> None:
+    (tmp_path / "cells.yaml").write_text(CELLS)
+    out = tmp_path / "rows.json"
+    out.write_text("old")
+    line = error_of(capsys, "probe", "--cells", str(tmp_path / "cells.yaml"), "--out", str(out), flag, value)
+    assert text in line and len(line) < 500
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cells.yaml"] == ["rows.json"]
+    assert out.read_text() == "old"
+
+
+@pytest.mark.parametrize("flag", [("--calls", "0"), ("--batch", "foo"), ("--batch", f"{'9' * 20}q1")])
+def test_a_flag_of_bench_dispatch_out_of_range_is_one_line(
+    capsys: pytest.CaptureFixture[str], flag: tuple[str, str]
+) -> None:
+    assert "Traceback" not in error_of(capsys, "bench", "dispatch", *flag)
 
 
 def test_where_all_is_probed_resume_leaves_the_file_as_it_is(
