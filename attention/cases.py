@@ -203,7 +203,7 @@ def natural_lse(lse_base2: Any) -> Any:
 class AttentionCase(BaseModel):
     """One attention problem. Immutable and hashable; JSON through pydantic both ways."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     phase: Phase
     batch: str

@@ -127,5 +127,10 @@ def _row(one: Explained) -> tuple[str, str, str]:
 
 
 def _version(value: Any) -> tuple[int, ...]:
-    """Numbers of a version up to a local part or a hash: `2.11.0+cu130` is (2, 11, 0); () for none."""
+    """Numbers of a version up to a local part or a hash: `2.11.0+cu130` is (2, 11, 0); () for none.
+
+    Python makes no number of more than 4300 digits: what is that long is no version.
+    """
+    if len(str(value or "")) > 1000:
+        return ()
     return tuple(int(digits) for digits in re.findall(r"\d+", str(value or "").split("+")[0]))

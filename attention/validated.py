@@ -27,7 +27,8 @@ def problem(error: ValidationError, known: Iterable[str] = ()) -> str:
     """
     found = error.errors(include_url=False)
     first = next((e for e in found if e["type"] == "extra_forbidden"), found[0])
-    where = f"{'.'.join(map(str, first['loc']))}: " if first["loc"] else ""
+    key = ".".join(str(part) or "''" for part in first["loc"])
+    where = f"{key}: " if key else ""
     if first["type"] == "extra_forbidden":
         names = tuple(known)
         return f"{where}unknown key" + (f"; {nearest(str(first['loc'][-1]), names)}" if names else "")

@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -202,10 +203,10 @@ def check_device(device: str) -> None:
         return
     import torch
 
-    kind, _, index = device.partition(":")
-    if kind != "cuda" or not (index or "0").isdigit():
-        raise UserError(f"device {device}: use cpu, cuda or cuda:N")
-    if int(index or 0) >= torch.cuda.device_count():
+    found = re.fullmatch(r"cuda(?::(0|[1-9][0-9]{0,3}))?", device)
+    if found is None:
+        raise UserError(f"device {device[:80]}: use cpu, cuda or cuda:N")
+    if int(found[1] or 0) >= torch.cuda.device_count():
         raise UserError(f"device {device}: this PyTorch sees {torch.cuda.device_count()} CUDA devices; use cpu")
 
 
