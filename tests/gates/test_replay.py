@@ -259,68 +259,6 @@ def test_nothing_replayed_is_inconclusive(evidence: Any, plan: Plan) -> None:
     assert replay.judge(evidence.lake, evidence.release, plan).verdict is Verdict.INCONCLUSIVE
 
 
-def model(evidence: Any, plan: Plan) -> GateReport:
-    return layer(evidence, plan, replay.model_checks)
-
-
-def test_prefill_and_decode_are_judged_apart(evidence: Any, plan: Plan, judged: Any) -> None:
-    evidence.model(candidate_only({"kl": 0.01}, mode="decode"))
-    assert judged(model(evidence, plan)).named(Verdict.FAIL) == {"model.decode.kl_mean"}
-
-
-def test_the_tail_of_the_divergence_fails_where_its_mean_passes(evidence: Any, plan: Plan, judged: Any) -> None:
-    evidence.model(candidate_only({"kl": 0.3}, mode="prefill", prompt_id="p1", position=7))
-    assert judged(model(evidence, plan)).named(Verdict.FAIL) == {"model.prefill.kl_p999"}
-
-
-def test_flips_of_ties_pass_and_a_flip_against_a_clear_margin_fails(evidence: Any, plan: Plan, judged: Any) -> None:
-    evidence.model(candidate_only({"next_token_equal": False, "flip_margin": 0.1}, prompt_id="p1", position=7))
-    assert model(evidence, plan).verdict is Verdict.PASS
-    evidence.model(candidate_only({"next_token_equal": False, "flip_margin": 2.5}, prompt_id="p2", position=7))
-    found = judged(model(evidence, plan))
-    assert found.named(Verdict.FAIL) == {"model.prefill.flip_margin", "model.decode.flip_margin"}
-
-
-def test_too_many_flips_fail(evidence: Any, plan: Plan, judged: Any) -> None:
-    evidence.model(candidate_only({"next_token_equal": False, "flip_margin": 0.1}, mode="prefill", prompt_id="p1"))
-    assert judged(model(evidence, plan)).named(Verdict.FAIL) == {"model.prefill.flip_rate"}
-
-
-def test_a_worse_likelihood_on_every_prompt_fails(evidence: Any, plan: Plan, judged: Any) -> None:
-    evidence.model(lambda row: row | {"nll_candidate": row["nll_champion"] + 0.05 + 0.001 * (row["position"] % 2)})
-    found = judged(model(evidence, plan))
-    assert found.named(Verdict.FAIL) == {"model.prefill.nll_difference", "model.decode.nll_difference"}
-
-
-def test_the_last_position_of_a_prompt_needs_no_likelihood_and_any_other_does(
-    evidence: Any, plan: Plan, judged: Any
-) -> None:
-    lost = {"nll_champion": None, "nll_candidate": None}
-    last = {"prefill": 59, "decode": 15}
-    evidence.model(lambda row: row | lost if row["position"] == last[row["mode"]] else row)
-    assert model(evidence, plan).verdict is Verdict.PASS
-    evidence.model(candidate_only(lost, prompt_id="p3"))
-    found = judged(model(evidence, plan))
-    assert found.named(Verdict.ERROR) == {"model.prefill.nll_difference", "model.decode.nll_difference"}
-
-
-@pytest.mark.parametrize(("column", "check"), [("kl", "kl_mean"), ("next_token_equal", "flip_rate")])
-def test_a_position_without_its_figure_is_an_error(
-    evidence: Any, plan: Plan, judged: Any, column: str, check: str
-) -> None:
-    evidence.model(candidate_only({column: None}, mode="prefill", prompt_id="p1", position=7))
-    found = judged(model(evidence, plan))
-    assert found.verdict is Verdict.ERROR
-    assert f"model.prefill.{check}" in found.named(Verdict.ERROR)
-
-
-def test_a_mode_without_enough_positions_is_inconclusive(evidence: Any, plan: Plan, judged: Any) -> None:
-    evidence.model(lambda row: row if row["mode"] == "prefill" else None)
-    found = judged(model(evidence, plan))
-    assert found.verdict is Verdict.INCONCLUSIVE
-    assert all(name.startswith("model.decode.") for name in found.named(Verdict.INCONCLUSIVE))
-
-
 def business(evidence: Any, plan: Plan) -> GateReport:
     return layer(evidence, plan, replay.business_checks)
 
