@@ -15,6 +15,7 @@ from data.plan import Plan
 from gates import statistics
 from gates.evaluate import Note, evaluate, load_suite
 from gates.fingerprint import measured_rows
+from gates.replay_free import free_checks
 from gates.replay_model import model_checks
 from gates.replay_tensor import tensor_checks
 from gates.thresholds import Limits, load_limits
@@ -54,6 +55,7 @@ def judge(lake: Path, release_id: str, plan: Plan) -> list[Check]:
             *tensor_checks(tables, release_id, plan, limits),
             *model_checks(tables, release_id, plan, limits),
             *business_checks(tables, release_id, plan, limits),
+            *free_checks(tables, release_id, limits),
         ]
 
 

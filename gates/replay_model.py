@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from data.lake import Lake
 from data.plan import Plan
@@ -24,6 +23,9 @@ from gates import statistics
 from gates.evaluate import Note, evaluate, load_suite
 from gates.thresholds import Limits
 from gates.verdict import Check
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MODES = ("prefill", "decode")
 ALL = "all"
@@ -160,10 +162,9 @@ def divergences(tables: Lake, release_id: str) -> tuple[Divergence, ...]:
     return tuple(found)
 
 
-def _figure(value: object) -> float | None:
-    if value is None or pd.isna(value):  # type: ignore[call-overload]
-        return None
-    return float(value)  # type: ignore[arg-type]
+def _figure(value: float | None) -> float | None:
+    """None for null and NaN."""
+    return None if value is None or math.isnan(value) else float(value)
 
 
 def _frame(tables: Lake, release_id: str, mode: str, side: str) -> pd.DataFrame:
@@ -178,7 +179,7 @@ def _frame(tables: Lake, release_id: str, mode: str, side: str) -> pd.DataFrame:
         ("flip_low", [one.low for one in rates]),
         ("flip_high", [one.high for one in rates]),
     ):
-        frame[name] = pd.Series(values, dtype=float, index=frame.index)
+        frame[name] = [float(value) for value in values]
     return frame
 
 

@@ -87,15 +87,15 @@ def record_texts(
     _check(prompts, runner)
     manifest = environment.model_copy(update={"prompts": prompts, "resolved": dict(runner.dispatcher.resolved)})
     writer = Writer(out, manifest, texts, runner.hidden_size)
-    sizes = _sizes(how)
+    sizes = sizes_of(how)
     done = 0
-    for batch in _batches(texts, runner, how.tokens):
+    for batch in batches(texts, runner, how.tokens):
         ids = [texts[i] for i in batch]
         starts = [prompts[i].num_tokens - prompts[i].num_decoded for i in batch]
         tables = [tuple(runner.pool.alloc(-(-len(one) // runner.page_size))) for one in ids]
         try:
-            _score(runner, ids, tables, how, writer.sinks["prefill"])
-            _decode(runner, ids, starts, tables, sizes, how, writer.sinks["decode"])
+            score(runner, ids, tables, how, writer.sinks["prefill"])
+            decode(runner, ids, starts, tables, sizes, how, writer.sinks["decode"])
         finally:
             for table in tables:
                 runner.pool.free(table)
@@ -120,7 +120,7 @@ def _check(prompts: Sequence[Recorded], runner: Runner) -> None:
             )
 
 
-def _batches(texts: Sequence[Sequence[int]], runner: Runner, budget: int) -> Iterator[list[int]]:
+def batches(texts: Sequence[Sequence[int]], runner: Runner, budget: int) -> Iterator[list[int]]:
     """Indices of consecutive prompts that fit into the budget of tokens and into the pages."""
     batch: list[int] = []
     tokens = pages = 0
@@ -135,9 +135,7 @@ def _batches(texts: Sequence[Sequence[int]], runner: Runner, budget: int) -> Ite
         yield batch
 
 
-def _score(
-    runner: Runner, texts: list[Sequence[int]], tables: list[tuple[int, ...]], how: Batching, sink: Sink
-) -> None:
+def score(runner: Runner, texts: list[Sequence[int]], tables: list[tuple[int, ...]], how: Batching, sink: Sink) -> None:
     """States of every token. Packed prompts are consecutive, so the rows of a forward are those of the file."""
     if how.piece is None:
         sink.append(runner.forward([Chunk(tuple(i), 0, t) for i, t in zip(texts, tables, strict=True)], rows="all"))
@@ -147,7 +145,7 @@ def _score(
             sink.append(runner.forward([Chunk(tuple(ids[at : at + how.piece]), at, table)], rows="all"))
 
 
-def _sizes(how: Batching) -> Iterator[int]:
+def sizes_of(how: Batching) -> Iterator[int]:
     """1, 2, 4, ... members a forward, for as long as they are asked for."""
     size = 1
     while True:
@@ -155,7 +153,7 @@ def _sizes(how: Batching) -> Iterator[int]:
         size = min(2 * size, 1 << 16)
 
 
-def _decode(
+def decode(
     runner: Runner,
     texts: list[Sequence[int]],
     starts: list[int],

@@ -121,7 +121,7 @@ def test_a_forced_token_reads_what_the_tokens_before_it_wrote_not_what_prefill_l
     tiny_model: Path, make_runner: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first decode of p0 writes wrong values: the decodes after it must show that, though all are one forward."""
-    monkeypatch.setattr(model, "_sizes", lambda how: iter([18]))
+    monkeypatch.setattr(model, "sizes_of", lambda how: iter([18]))
     states = []
     for shift in (0.0, 1.0):
         runner = make_runner()
@@ -140,7 +140,7 @@ def test_a_forced_token_reads_what_the_tokens_before_it_wrote_not_what_prefill_l
 
 def test_batches_of_decodes_grow_from_one_member_within_their_bounds() -> None:
     def first(how: Batching, count: int) -> list[int]:
-        sizes = model._sizes(how)
+        sizes = model.sizes_of(how)
         return [next(sizes) for _ in range(count)]
 
     assert first(Batching(1, 1), 5) == [1, 2, 4, 8, 16]
