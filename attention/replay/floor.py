@@ -30,7 +30,7 @@ from attention.replay import compare, model
 from attention.replay.model import Batching, batching
 from attention.replay.states import Manifest
 
-PIECE, MEMBERS = 64, 16  # of the second way where no second backend is approved
+PIECE, MEMBERS = 256, 16  # of the second way where no second backend is approved
 KEPT = 16  # floors that a folder holds
 
 

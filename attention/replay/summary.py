@@ -33,16 +33,21 @@ def reasons(figures: Figures, floors: Figures | None, limits: dict[str, float]) 
     found = []
     for mode, mine in figures.items():
         for name in FIGURES:
+            bounds = {f"{limits[name]:g}": limits[name]}
+            if floors is not None:
+                floor = max(_value(floors[mode], name), limits[f"{name}_floor_least"])
+                ratio = limits[f"{name}_floor_ratio"]
+                bounds[f"{ratio:g} times the floor of {floor:.3g}"] = ratio * floor
             value = _value(mine, name)
-            if not value <= limits[name]:
-                found.append(f"{mode} {name} {value:.3g} > {limits[name]:g}")
-            if floors is None:
-                continue
-            floor = max(_value(floors[mode], name), limits[f"{name}_floor_least"])
-            allowed = limits[f"{name}_floor_ratio"] * floor
-            if not value <= allowed:
-                found.append(f"{mode} {name} {value:.3g} > {allowed:.3g}, of a floor of {floor:.3g}")
+            for bound, allowed in bounds.items():
+                if not value <= _slack(name, allowed, mine["positions"]):
+                    found.append(f"{mode} {name} {value:.3g} > {bound}")
     return found
+
+
+def _slack(name: str, allowed: float, positions: float) -> float:
+    """A rate of few positions scatters: two standard deviations of what is allowed are added."""
+    return allowed + 2 * math.sqrt(allowed / positions) if name == "flip_rate" else allowed
 
 
 def _value(figures: dict[str, float], name: str) -> float:
