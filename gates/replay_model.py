@@ -266,12 +266,15 @@ def _bucket_notes(judged: pd.DataFrame, left_out: pd.DataFrame, limits: Limits) 
     notes = {}
     for name, label in (("kl_mean", "mean KL"), ("flip_rate", "flip rate")):
         limit = limits.value(f"{name}_floor_ratio")
-        times = judged[f"{name}_times"]
-        worst = judged.loc[times.idxmax() if times.notna().any() else times.index[0], "bucket"]
         most = float((limit * judged[f"{name}_floor"]).max())
+        worst = _worst(judged, f"{name}_times")
         notes[f"{name}_times"] = Note(f"{label} {most:.2g} in {len(judged)} buckets{aside}", num, f"worst: {worst}")
-        if name == "kl_mean":
-            worst_kl = judged.loc[judged["kl_mean"].astype(float).fillna(math.inf).idxmax(), "bucket"]
-            phrase = statistics.headroom_phrase(label, float(judged["kl_mean"].max()), limits.value("kl_mean"))
-            notes["kl_mean"] = Note(f"{phrase}{aside}", num, f"worst: {worst_kl}")
+    phrase = statistics.headroom_phrase("mean KL", float(judged["kl_mean"].max()), limits.value("kl_mean"))
+    notes["kl_mean"] = Note(f"{phrase}{aside}", num, f"worst: {_worst(judged, 'kl_mean')}")
     return notes
+
+
+def _worst(judged: pd.DataFrame, figure: str) -> str:
+    """The bucket with the largest figure; one that has none is the worst."""
+    values = [math.inf if math.isnan(value) else value for value in judged[figure].astype(float)]
+    return str(judged["bucket"].iloc[values.index(max(values))])

@@ -68,7 +68,7 @@ def record(
         raise ValueError("a floor needs the folder that keeps it")
     way = second(runner)
     known = plan.floors / f"{_key(runner, setup, plan, texts, environment, way)}.parquet"
-    if known.is_file():
+    if read(known) is not None:
         return None, known
     usual, runner.dispatcher = runner.dispatcher, way.dispatcher
     try:

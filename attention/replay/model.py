@@ -135,7 +135,9 @@ def batches(texts: Sequence[Sequence[int]], runner: Runner, budget: int) -> Iter
         yield batch
 
 
-def score(runner: Runner, texts: list[Sequence[int]], tables: list[tuple[int, ...]], how: Batching, sink: Sink) -> None:
+def score(
+    runner: Runner, texts: Sequence[Sequence[int]], tables: Sequence[tuple[int, ...]], how: Batching, sink: Sink
+) -> None:
     """States of every token. Packed prompts are consecutive, so the rows of a forward are those of the file."""
     if how.piece is None:
         sink.append(runner.forward([Chunk(tuple(i), 0, t) for i, t in zip(texts, tables, strict=True)], rows="all"))
@@ -155,9 +157,9 @@ def sizes_of(how: Batching) -> Iterator[int]:
 
 def decode(
     runner: Runner,
-    texts: list[Sequence[int]],
-    starts: list[int],
-    tables: list[tuple[int, ...]],
+    texts: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    tables: Sequence[tuple[int, ...]],
     sizes: Iterator[int],
     how: Batching,
     sink: Sink,

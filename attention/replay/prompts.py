@@ -71,7 +71,7 @@ def compare_sides(job: CompareJob) -> dict[str, Any]:
         reused = job.floor is None
         columns = floor.read(job.known_floor) if job.floor is None else _floor(a, States(job.floor), head, job)
         if columns is None:
-            raise UserError(f"floor {job.known_floor}: cannot be read; delete it, the next release measures it again")
+            raise UserError(f"floor {job.known_floor}: cannot be read any more; replay again")
         evidence = job.evidence.model_copy(update={"side": "champion"})
         _write(evidence, a.manifest, columns)
         return {"positions": len(found["kl"]), "floor": "known" if reused else "measured"}
