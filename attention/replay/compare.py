@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from attention.replay.states import MODES, Mode, States, positions
 
 TOP_K = 10
 _GROUP = 256  # logits of which one may be among the largest: see `_top`
-_CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 1 << 29}  # of one side's float32 logits at a time
+#: Of one side's float32 logits at a time. On the CPU above 32 MB every block would be mapped and faulted in anew.
+_CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 29}
 
 #: Name -> one value a position: `mode`, `prompt` (index), `position`, and the figures of FIGURES.
 Columns = dict[str, np.ndarray[Any, Any]]
@@ -84,7 +86,7 @@ def columns(
         raise UserError(f"the lm_head takes {head.weight_VD.shape[1]} numbers, {a.folder} holds {a.width} a token")
     if not head.weight_VD.is_cuda:
         head = Head(head.weight_VD.float(), head.softcap)
-    figures_of = _compiled if head.weight_VD.is_cuda else _figures
+    figures_of = _compiled() if head.weight_VD.is_cuda else _figures
     size = max(16, _CHUNK_BYTES[head.weight_VD.device.type] // (4 * head.weight_VD.shape[0]))
     total = sum(a.num_rows(mode) for mode in MODES)
     done, found = 0, []
@@ -180,16 +182,19 @@ def _figures(a_RV: torch.Tensor, b_RV: torch.Tensor, next_R: torch.Tensor, top_k
     margin_R = (a_RV.gather(1, best_R1) - a_RV.gather(1, other_R1)).squeeze(1)
     equal_R = (best_R1 == other_R1).squeeze(1)
     p_RV, q_RV = torch.log_softmax(a_RV, -1), torch.log_softmax(b_RV, -1)
-    d_RV = q_RV - p_RV
-    kl_R = (p_RV.exp() * (d_RV.expm1() - d_RV)).sum(-1)
     target_R1 = next_R.clamp(min=0)[:, None]
+    nll_R, other_nll_R = (-side.gather(1, target_R1).squeeze(1) for side in (p_RV, q_RV))
+    d_RV = q_RV.sub_(p_RV)
+    kl_R = d_RV.expm1().sub_(d_RV).mul_(p_RV.exp_()).sum(-1)
     nan = torch.full_like(kl_R, float("nan"))
-    nll_R, other_nll_R = (torch.where(next_R < 0, nan, -side.gather(1, target_R1).squeeze(1)) for side in (p_RV, q_RV))
+    nll_R, other_nll_R = (torch.where(next_R < 0, nan, nll) for nll in (nll_R, other_nll_R))
     return torch.stack([kl_R, overlap_R, equal_R.float(), torch.where(equal_R, nan, margin_R), nll_R, other_nll_R])
 
 
-#: On a GPU the passes over [R, vocab] are fused: they, not the products, take most of the time.
-_compiled = torch.compile(_figures, dynamic=False)
+@cache
+def _compiled() -> Callable[..., torch.Tensor]:
+    """On a GPU the passes over [R, vocab] are fused: they, not the products, take most of the time."""
+    return torch.compile(_figures, dynamic=False)
 
 
 def _top(logits_RV: torch.Tensor, k: int) -> torch.Tensor:
