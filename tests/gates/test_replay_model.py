@@ -133,10 +133,10 @@ def test_without_a_floor_nothing_is_shown(evidence: Any, plan: Plan, judged: Any
 def test_a_candidate_beyond_twice_the_floor_fails_though_it_is_within_every_fixed_limit(
     evidence: Any, plan: Plan, judged: Any
 ) -> None:
-    floor, ratio = limit(plan, "kl_mean_floor_least") * 1.1, limit(plan, "kl_mean_floor_ratio")
-    kl = 1.05 * ratio * floor
-    assert kl < limit(plan, "kl_mean")
-    evidence.model(lambda row: row | {"kl": kl if row["side"] == "candidate" else floor})
+    kl, floor = {"candidate": 2.1e-6, "champion": 1e-6}, limit(plan, "kl_mean_floor_least.float32")
+    assert floor < kl["champion"]
+    assert kl["candidate"] < limit(plan, "kl_mean")
+    evidence.model(lambda row: row | {"dtype_class": "float32", "kl": kl[row["side"]]})
     failed = judged(model(evidence, plan)).named(Verdict.FAIL)
     wanted = {f"model.{mode}.{part}kl_mean_times" for mode in BOTH for part in ("", "bucket.")}
     assert failed == wanted
