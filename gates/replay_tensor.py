@@ -204,7 +204,7 @@ def _beside_checks(tables: Lake, release_id: str, dtype_class: str, limits: Limi
 
 
 class Beside(BaseModel):
-    """Both sides of a case and kind of inputs, the worst seed of either; None for a champion of another dtype class."""
+    """Both sides of a case and kind of inputs, the worst seed of either; None where no champion's row is beside it."""
 
     model_config = ConfigDict(frozen=True)
 

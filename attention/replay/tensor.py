@@ -29,7 +29,8 @@ from attention.replay.quantisation import quantisation_row
 from attention.replay.throughput import Meter
 from attention.replay.truths import Oracle, compute
 
-T, S = TypeVar("T"), TypeVar("S")
+T = TypeVar("T")
+S = TypeVar("S")
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
 NUM_AHEAD = 8  # problems that are made while a GPU works, a thread each

@@ -54,7 +54,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Captured:
             language=one.language,
             messages=tuple(m.for_template() for m in one.messages),
         )
-        for one in load_golden()
+        for one in load_golden().prompts
     ]
     path = tmp_path_factory.mktemp("captured") / "activations.safetensors"
     return activations.capture(runner, specs, prompts, 0, 1000, path)[specs[0]]
