@@ -12,7 +12,7 @@ CANDIDATE ?= data/candidates/torch-flash-cpu.yaml
 UI_PORT ?= 5000
 # What the plan of test_cross_version is recorded under beside constraints.txt's; any version that pip can fetch.
 OTHER_TORCH ?= 2.14.1
-OTHER  := data/state/environments/torch-$(OTHER_TORCH)
+OTHER  := $(VENV)-torch-$(OTHER_TORCH)
 TELEMETRY := eval "$$($(PYTHON) flows/telemetry.py)"
 
 .PHONY: release test test-all lint ui model other-torch setup clean
@@ -67,4 +67,4 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 clean:
 	@$(BIN)/python -m flows down >/dev/null 2>&1 || true
-	rm -rf $(VENV) data/state/environments .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(VENV)-torch-* .pytest_cache .mypy_cache .ruff_cache *.egg-info

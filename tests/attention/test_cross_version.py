@@ -51,7 +51,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def other() -> Path:
     """Python of the environment with another torch."""
-    found = [stamp.parent / "bin/python" for stamp in (ROOT / "data/state/environments").glob("torch-*/installed")]
+    found = [stamp.parent / "bin/python" for stamp in ROOT.glob(".venv-torch-*/installed")]
     if not found:
         pytest.skip("no environment with another torch: `make other-torch` makes it, or says why it cannot be fetched")
     return found[0]
