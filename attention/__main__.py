@@ -494,7 +494,7 @@ def _replay(args: argparse.Namespace) -> int:
     meter = Meter(job.setup.device)
     oracle = meter.oracle(compute)
     truths = Truths(job.tensor.truths, oracle) if job.tensor.truths else None
-    sources = tensor.Sources(captured, truths or oracle, job.evidence.side == "candidate", meter)
+    sources = tensor.Sources(captured, oracle=truths or oracle, backwards=job.evidence.side == "candidate", meter=meter)
     rows = list(
         tensor.rows(
             job.setup,
