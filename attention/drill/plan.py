@@ -1,0 +1,99 @@
+"""Which problems a drill draws: dtypes x phases x layouts, and how many of each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from attention.cases import AttentionCase, DType, Layout, Phase
+from attention.drill.emulator import Variant
+from attention.drill.kinds import FEATURES
+
+HEADS_Q, HEADS_KV, HEAD_DIM, PAGE = 6, 2, 64, 16
+
+
+@dataclass(frozen=True)
+class DrillPlan:
+    """How much a drill runs. Two members of unlike length a batch: a kernel may read past the shorter one."""
+
+    dtypes: tuple[DType, ...]
+    shapes: tuple[tuple[Phase, str], ...]
+    layouts: tuple[Layout, ...]
+    variants: tuple[Variant, ...]
+    draws: int  # problems of each kind of inputs a cell
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One draw of one (dtype, phase, batch, layout); all kinds and variants run on it, under one seed."""
+
+    dtype: DType
+    phase: Phase
+    batch: str
+    layout: Layout
+    seed: int
+
+    def case(self, feature: str) -> AttentionCase:
+        fields: dict[str, Any] = {
+            "phase": self.phase,
+            "batch": self.batch,
+            "heads_q": HEADS_Q,
+            "heads_kv": HEADS_KV,
+            "head_dim_qk": HEAD_DIM,
+            "head_dim_vo": HEAD_DIM,
+            "dtype": self.dtype,
+            "layout": self.layout,
+            "page_size": PAGE if self.layout.startswith("paged") else None,
+        }
+        return AttentionCase.model_validate({**fields, **FEATURES[feature]})
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.phase} {self.batch} {self.layout} seed {self.seed}"
+
+
+_SMALL_SHAPES: tuple[tuple[Phase, str], ...] = (
+    ("prefill", "q130_q33"),
+    ("decode", "q1s300_q1s65"),
+    ("extend", "q16s144_q5s90"),
+)
+_VARIANTS = (
+    Variant(64),
+    Variant(128),
+    Variant(16, reverse=True),
+    Variant(64, splits=3),
+    Variant(32, splits=8),
+)
+
+SMALL = DrillPlan(
+    dtypes=("bfloat16", "float32"),
+    shapes=_SMALL_SHAPES,
+    layouts=("paged_nhd", "ragged"),
+    variants=_VARIANTS[1:],
+    draws=1,
+)
+FULL = DrillPlan(
+    dtypes=("bfloat16", "float16", "float32"),
+    shapes=(
+        ("prefill", "q130_q33"),
+        ("prefill", "q257_q64"),
+        ("decode", "q1s300_q1s65"),
+        ("decode", "q1s1000_q1s63_q1s130"),
+        ("extend", "q16s144_q5s90"),
+        ("extend", "q48s49_q17s300"),
+    ),
+    layouts=("paged_nhd", "paged_hnd", "ragged", "contiguous"),
+    variants=_VARIANTS,
+    draws=1,
+)
+
+
+def cells(plan: DrillPlan, seed: int) -> Iterator[Cell]:
+    """Every cell of the plan; each has a seed of its own, drawn from `seed`."""
+    draw = random.Random(seed)  # noqa: S311 - repeatable, no secret
+    for _ in range(plan.draws):
+        for dtype in plan.dtypes:
+            for phase, batch in plan.shapes:
+                for layout in plan.layouts:
+                    yield Cell(dtype, phase, batch, layout, draw.randrange(1 << 31))
