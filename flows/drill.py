@@ -1,7 +1,8 @@
 """`python -m flows drill`: faults on purpose, to see that the tensor layer catches them and nothing sound.
 
 A row a kind of fault: runs in which it changed the float64 oracle, how many of them its own check caught, and how
-many the published rules of other projects reject. Then the sound runs, and who rejects those.
+many the published rules of other projects reject. A run is one cell with its three kinds of inputs; the rows `alone`
+count single problems that a fault changes (`normal inputs` are all that those projects draw). Then the sound runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ def render(found: Drill) -> RenderableType:
 
     lines: list[RenderableType] = [kind_table(found), Text(""), benign_table(found), Text("")]
     lines += [Text(f"not run here: {one['name']} ({one['layer']} layer, {one['check']})") for one in found.elsewhere]
-    lines.append(Text(_single(found)))
     lines.append(Text(f"limits {found.limits_sha256[:12]}, seed {found.seed}, {found.num_cells} cells"))
     lines += [Text(problem) for problem in found.problems]
     verdict = "fail" if found.problems else "pass"
@@ -42,6 +42,8 @@ def kind_table(found: Drill) -> Rows:
     total = [sum(one.published[rule] for one in found.kinds) for rule in found.rules]
     effective, no_ops, ours = (sum(getattr(k, name) for k in found.kinds) for name in ("effective", "no_ops", "caught"))
     rows.add("all", "", str(effective), str(no_ops), str(ours), *map(str, total))
+    for inputs, (changed, rejected) in found.singles.items():
+        rows.add(f"alone, {inputs}", "", str(changed), "", *(str(rejected[name]) for name in ("ours", *found.rules)))
     return rows
 
 
@@ -55,9 +57,3 @@ def benign_table(found: Drill) -> Rows:
     rows.add("false alarms", str(benign.num_runs), alarms, *theirs)
     return rows
 
-
-def _single(found: Drill) -> str:
-    return (
-        f"a run is one cell with its three kinds of inputs; of {found.changed_problems} single problems that a fault"
-        f" changes, {found.caught_alone} are caught alone"
-    )

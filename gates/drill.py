@@ -24,14 +24,22 @@ from gates.thresholds import Limits, load_limits
 
 SUITES = ("replay_tensor", "replay_lse", "drill_repeat")
 PLAN = "full"
+OURS = "ours"
+
+
+@dataclass(frozen=True)
+class Single:
+    """One problem that a fault changes, judged by itself: who rejects it (`ours`, and published rules)."""
+
+    inputs: str
+    rejected_by: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Run:
     """One candidate's replay of one cell: which checks tripped, and what each published rule said.
 
-    `no_op` is False for what is sound. `alone`: how many of its problems change the oracle, and how many of those
-    trip a check by themselves.
+    `no_op` is False for what is sound; `singles` are the problems in it that the fault changes.
     """
 
     role: str
@@ -40,7 +48,7 @@ class Run:
     no_op: bool
     tripped: tuple[str, ...]
     published: tuple[str, ...]
-    alone: tuple[int, int] = (0, 0)
+    singles: tuple[Single, ...] = ()
 
 
 @lru_cache
@@ -101,8 +109,6 @@ def _judged(rows: list[Row], asked: Sequence[str], effect: float) -> Run:
     first = rows[0]
     limits = load_limits("replay", PLAN).of_class(first.dtype)
     changing = [row for row in rows if _changes(row, effect)]
-    # A single problem has a repeat only where it was called twice; `repeat` is asked of the run.
-    single = [name for name in asked if name != "repeat"]
     return Run(
         role=first.role,
         subject=first.subject,
@@ -110,8 +116,21 @@ def _judged(rows: list[Row], asked: Sequence[str], effect: float) -> Run:
         no_op=first.role == "fault" and not changing,
         tripped=tripped([row.figures for row in rows], limits, asked),
         published=tuple(rule for rule in first.published if any(row.published[rule] for row in rows)),
-        alone=(len(changing), sum(bool(tripped([row.figures], limits, single)) for row in changing)),
+        singles=tuple(_single(row, limits, asked) for row in changing),
     )
+
+
+def _single(row: Row, limits: Limits, asked: Sequence[str]) -> Single:
+    # Where a problem was called once, there is no repeat to judge; the run has one.
+    mine = [name for name in asked if name != "repeat" or row.figures.num_changed is not None]
+    ours = (OURS,) if tripped([row.figures], limits, mine) else ()
+    return Single(row.inputs, (*ours, *(rule for rule, rejects in row.published.items() if rejects)))
+
+
+def singles(found: Sequence[Run], judges: Sequence[str], inputs: str | None = None) -> tuple[int, dict[str, int]]:
+    """Problems that a fault changes, of one kind of inputs or all, and how many each judge rejects by itself."""
+    mine = [one for run in found for one in run.singles if inputs in (None, one.inputs)]
+    return len(mine), {judge: sum(judge in one.rejected_by for one in mine) for judge in judges}
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ class Drill(BaseModel):
     num_cells: int
     kinds: tuple[gate.KindResult, ...]
     no_ops: tuple[str, ...]
-    changed_problems: int
-    caught_alone: int
+    singles: dict[str, tuple[int, dict[str, int]]]
     elsewhere: tuple[dict[str, str], ...]
     benign: gate.BenignResult
     problems: tuple[str, ...]
@@ -94,8 +93,10 @@ def drill(
         num_cells=len(planned),
         kinds=kinds,
         no_ops=tuple(f"{run.subject}: {run.where}" for run in found if run.no_op),
-        changed_problems=sum(run.alone[0] for run in found),
-        caught_alone=sum(run.alone[1] for run in found),
+        singles={
+            "all inputs": gate.singles(found, (gate.OURS, *RULES)),
+            "normal inputs": gate.singles(found, (gate.OURS, *RULES), "normal"),
+        },
         elsewhere=tuple(vars(one) for one in ELSEWHERE),
         benign=benign,
         problems=tuple(gate.problems(kinds, benign)),

@@ -154,6 +154,14 @@ def wrong_rows(written: Written, scene: Scene) -> Written:
     return replace(written, out_THD=out)
 
 
+def one_element_off(written: Written, scene: Scene) -> Written:
+    """The largest element is off in the lower half of its digits; the rest of its row is right."""
+    out = written.out_THD.clone()
+    at = out.abs().argmax()
+    out.view(-1)[at] *= 1 + math.sqrt(torch.finfo(scene.problem.spec.dtype).eps)
+    return replace(written, out_THD=out)
+
+
 def lse_in_base2(written: Written, scene: Scene) -> Written:
     """The output is right; the LSE is returned as FlashInfer's native kernels give it."""
     return replace(written, lse_TH=written.lse_TH / math.log(2))

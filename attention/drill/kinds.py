@@ -137,6 +137,7 @@ KINDS: tuple[Kind, ...] = (
         Fault(writer=faults.rows_of_before),
         "r_row",
     ),
+    Kind("element_off", "one element, the largest, is off", Fault(writer=faults.one_element_off), "r_max"),
     Kind("wrong_row", "one row in a thousand is another head's", Fault(writer=faults.wrong_rows), "r_row"),
 )
 

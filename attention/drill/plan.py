@@ -79,7 +79,7 @@ FULL = DrillPlan(
         ("prefill", "q130_q33"),
         ("prefill", "q257_q64"),
         ("decode", "q1s300_q1s65"),
-        ("decode", "q1s1000_q1s63_q1s130"),
+        ("decode", "q1s4k_q1s63"),
         ("extend", "q16s144_q5s90"),
         ("extend", "q48s49_q17s300"),
     ),
