@@ -56,4 +56,3 @@ def benign_table(found: Drill) -> Rows:
     theirs = [str(benign.published[rule]) for rule in found.rules]
     rows.add("false alarms", str(benign.num_runs), alarms, *theirs)
     return rows
-

@@ -66,21 +66,13 @@ def drill(
     frozen = limits_sha256()
     drawn = fresh_seed() if seed is None else seed
     say(f"limits {frozen[:12]}, seed {drawn} (repeat with --seed {drawn})")
-    # torch takes seconds to import: a mistyped option has been answered by now.
-    from attention.drill.kinds import ELSEWHERE, KINDS
-    from attention.drill.plan import FULL, SMALL, cells
-    from attention.drill.published import RULES
-    from attention.drill.run import rows_of
-
-    plan = SMALL if small else FULL
-    found: list[gate.Run] = []
-    planned = list(cells(plan, drawn))
-    for done, cell in enumerate(planned, start=1):
-        found += gate.runs(rows_of(cell, plan.variants), without)
-        if done % max(1, len(planned) // 12) == 0 or done == len(planned):
-            say(f"{done} of {len(planned)} cells, {len(found)} runs")
+    found, num_cells = _runs(small, drawn, without, say)
     if limits_sha256() != frozen:
         raise UserError(f"{THRESHOLDS_FILE.parent}: the limits changed while the drill ran; run it again")
+    # torch takes seconds to import: a mistyped option has been answered by now.
+    from attention.drill.kinds import ELSEWHERE, KINDS
+    from attention.drill.published import RULES
+
     kinds = tuple(gate.kind_result(kind.name, kind.check, found, RULES) for kind in KINDS)
     benign = gate.benign_result(found, RULES)
     return Drill(
@@ -90,7 +82,7 @@ def drill(
         limits_sha256=frozen,
         checks=gate.checks(without),
         rules=RULES,
-        num_cells=len(planned),
+        num_cells=num_cells,
         kinds=kinds,
         no_ops=tuple(f"{run.subject}: {run.where}" for run in found if run.no_op),
         singles={
@@ -101,3 +93,19 @@ def drill(
         benign=benign,
         problems=tuple(gate.problems(kinds, benign)),
     )
+
+
+def _runs(small: bool, seed: int, without: str | None, say: Callable[[str], None]) -> tuple[list[gate.Run], int]:
+    """Every run of the plan, judged, and the number of its cells; rows are dropped cell by cell."""
+    from attention.drill.plan import FULL, SMALL, cells
+    from attention.drill.run import one_thread, rows_of
+
+    plan = SMALL if small else FULL
+    planned = list(cells(plan, seed))
+    found: list[gate.Run] = []
+    for done, cell in enumerate(planned, start=1):
+        with one_thread():
+            found += gate.runs(rows_of(cell, plan.variants), without)
+        if done % max(1, len(planned) // 12) == 0 or done == len(planned):
+            say(f"{done} of {len(planned)} cells, {len(found)} runs")
+    return found, len(planned)

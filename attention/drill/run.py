@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,17 @@ BACKENDS = ("torch_sdpa:flash", "torch_sdpa:math")
 
 #: The inputs on which every call is made twice, once a run: repeats are equal or not whatever the numbers are.
 REPEATED: Inputs = "normal"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread for torch: the tensors are small, and a seed gives the same bits on any number of cores."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def rows_of(cell: Cell, variants: tuple[Variant, ...], kinds: tuple[Kind, ...] = KINDS) -> Iterator[Row]:

@@ -13,8 +13,8 @@ from attention.drill.emulator import EXACT, Variant, kernel_numbers
 from attention.drill.kernel import run
 from attention.drill.kinds import FEATURES
 from attention.drill.plan import SMALL, Cell
-from attention.replay.problems import make
 from attention.replay.figures import compare
+from attention.replay.problems import make
 from gates.thresholds import load_limits
 
 SHAPE = "q20s90_q1s33"

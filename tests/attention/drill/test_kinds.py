@@ -17,7 +17,9 @@ from gates import drill as gate
 ONLY_REPEAT, ONLY_LSE = {"non_determinism"}, {"lse_base2"}
 
 
-def problem_of(feature: str, batch: str = "q20s144_q5s90", layout: str = "paged_nhd", dtype: str = "bfloat16") -> Problem:
+def problem_of(
+    feature: str, batch: str = "q20s144_q5s90", layout: str = "paged_nhd", dtype: str = "bfloat16"
+) -> Problem:
     cell = Cell(dtype, "extend", batch, layout, seed=5)  # type: ignore[arg-type]
     return make(cell.case(feature), "normal", cell.seed)
 

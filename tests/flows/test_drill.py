@@ -1,0 +1,84 @@
+"""`python -m flows drill`: its table, its document, its exit codes."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flows import drill as module
+from gates.drill import BenignResult, KindResult
+from tasks.drill import Drill
+from tests.commands import Home
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path, prefect=tmp_path / "prefect")
+
+
+def found(*problems: str) -> Drill:
+    kind = KindResult("scale_1", "r_rms", 12, 1, 12 - len(problems), 12, {"fa2": 12, "flex": 3}, problems)
+    return Drill(
+        seed=7,
+        small=True,
+        without=None,
+        limits_sha256="ab" * 32,
+        checks=("r_rms",),
+        rules=("fa2", "flex"),
+        num_cells=12,
+        kinds=(kind, kind),
+        no_ops=(),
+        singles={"all inputs": (40, {"ours": 39, "fa2": 30, "flex": 20})},
+        elsewhere=({"name": "position_off", "what": "", "layer": "model", "check": "kl_mean"},),
+        benign=BenignResult(432, 0, {"fa2": 8, "flex": 0}, ()),
+        problems=problems,
+    )
+
+
+def shown(drill: Drill, width: int = 120) -> list[str]:
+    console = Console(file=StringIO(), width=width, highlight=False)
+    console.print(module.render(drill))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def test_the_table_is_aligned_and_ends_with_the_verdict() -> None:
+    lines = shown(found())
+    assert lines[:5] == [
+        "fault              check  runs  no-op  ours  fa2  flex",
+        "scale_1            r_rms    12      1    12   12     3",
+        "scale_1            r_rms    12      1    12   12     3",
+        "all                         24      2    24   24     6",
+        "alone, all inputs           40           39   30    20",
+    ]
+    assert "sound kernels  runs  ours  fa2  flex" in lines
+    assert "false alarms    432     0    8     0" in lines
+    assert "not run here: position_off (model layer, kl_mean)" in lines
+    assert lines[-2:] == ["limits abababababab, seed 7, 12 cells", "pass"]
+
+
+def test_a_problem_is_told_before_the_verdict_and_sets_the_exit_code() -> None:
+    failed = found("scale_1: 1 of 12 escaped r_rms")
+    assert shown(failed)[-2:] == ["scale_1: 1 of 12 escaped r_rms", "fail"]
+    assert (found().exit_code, failed.exit_code) == (0, 1)
+
+
+def test_a_check_that_there_is_not_is_answered_at_once(home: Home) -> None:
+    done = home.run("drill", "--small", "--without", "r_rsm")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --without r_rsm: no such check; did you mean r_rms")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.timeout(300)
+def test_the_small_drill_catches_every_fault_and_nothing_sound_on_fresh_seeds(home: Home) -> None:
+    """The command as it is, with seeds that nobody has seen; about half a minute on one core."""
+    done = home.run("drill", "--small", "--json", OMP_NUM_THREADS="1")
+    document = json.loads(done.stdout)
+    assert done.returncode == 0, document["problems"]
+    assert document["benign"]["num_runs"] >= 300 and document["benign"]["false_alarms"] == 0
+    assert all(one["effective"] and one["caught"] == one["effective"] for one in document["kinds"])
+    assert f"repeat with --seed {document['seed']}" in done.stderr
