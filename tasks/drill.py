@@ -98,14 +98,13 @@ def drill(
 def _runs(small: bool, seed: int, without: str | None, say: Callable[[str], None]) -> tuple[list[gate.Run], int]:
     """Every run of the plan, judged, and the number of its cells; rows are dropped cell by cell."""
     from attention.drill.plan import FULL, SMALL, cells
-    from attention.drill.run import one_thread, rows_of
+    from attention.drill.run import rows_of
 
     plan = SMALL if small else FULL
     planned = list(cells(plan, seed))
     found: list[gate.Run] = []
     for done, cell in enumerate(planned, start=1):
-        with one_thread():
-            found += gate.runs(rows_of(cell, plan.variants), without)
+        found += gate.runs(rows_of(cell, plan.variants), without)
         if done % max(1, len(planned) // 12) == 0 or done == len(planned):
             say(f"{done} of {len(planned)} cells, {len(found)} runs")
     return found, len(planned)

@@ -29,7 +29,7 @@ REPEATED: Inputs = "normal"
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
     """One thread for torch: the tensors are small, and a seed gives the same bits on any number of cores."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -41,7 +41,7 @@ def one_thread() -> Iterator[None]:
 
 def rows_of(cell: Cell, variants: tuple[Variant, ...], kinds: tuple[Kind, ...] = KINDS) -> Iterator[Row]:
     """All rows of a cell."""
-    with torch.inference_mode():
+    with torch.inference_mode(), _one_thread():
         for inputs in REPLAY_INPUTS:
             for feature in FEATURES:
                 yield from _feature_rows(cell, feature, inputs, variants, kinds)
