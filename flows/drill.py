@@ -1,7 +1,7 @@
 """`python -m flows drill`: faults on purpose, to see that the tensor layer catches them and nothing sound.
 
 A row a kind of fault: runs in which it changed the float64 oracle, how many of them its own check caught, and how
-many the published rules of other projects reject. A run is one cell with its three kinds of inputs; the rows `alone`
+many the published rules of other projects reject. A run is one draw with its three kinds of inputs; the rows `alone`
 count single problems that a fault changes (`normal inputs` are all that those projects draw). Then the sound runs.
 """
 
@@ -24,7 +24,7 @@ def render(found: Drill) -> RenderableType:
 
     lines: list[RenderableType] = [kind_table(found), Text(""), benign_table(found), Text("")]
     lines += [Text(f"not run here: {one['name']} ({one['layer']} layer, {one['check']})") for one in found.elsewhere]
-    lines.append(Text(f"limits {found.limits_sha256[:12]}, seed {found.seed}, {found.num_cells} cells"))
+    lines.append(Text(f"limits {found.limits_sha256[:12]}, seed {found.seed}, {found.num_draws} draws"))
     lines += [Text(problem) for problem in found.problems]
     verdict = "fail" if found.problems else "pass"
     lines.append(word(verdict, verdict))

@@ -4,7 +4,7 @@ Checks are the expectations of the replay gate's own suites, bounded by its own 
 expectation that is taken out there is missed here. Great Expectations takes tens of milliseconds a frame and a drill
 has thousands: `tripped` does the comparison itself, and a test holds it to `evaluate()`.
 
-A run is what a replay sees of one candidate: all kinds of inputs of one cell together, judged by its worst row, as
+A run is what a replay sees of one candidate: all kinds of inputs of one draw together, judged by its worst row, as
 gates/replay.py judges a dtype class. A fault counts unless it is a no-op: injected into the float64 oracle it changes
 neither output nor LSE beyond the class's own error, makes nothing non-finite and gives equal repeats.
 """
@@ -37,7 +37,7 @@ class Single:
 
 @dataclass(frozen=True)
 class Run:
-    """One candidate's replay of one cell: which checks tripped, and what each published rule said.
+    """One candidate's replay of one draw: which checks tripped, and what each published rule said.
 
     `no_op` is False for what is sound; `singles` are the problems in it that the fault changes.
     """
@@ -99,7 +99,7 @@ def _changes(row: Row, limit: float) -> bool:
 
 
 def runs(rows: Iterable[Row], without: str | None = None) -> list[Run]:
-    """Rows of one cell or more as judged runs, in the order of the rows."""
+    """Rows of one draw or more as judged runs, in the order of the rows."""
     asked, effect = checks(without), load_limits("drill", PLAN).value("effect")
     ordered = sorted(rows, key=lambda row: row.run)
     return [_judged(list(group), asked, effect) for _, group in groupby(ordered, key=lambda row: row.run)]

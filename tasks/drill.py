@@ -1,6 +1,6 @@
-"""The drill: faults and sound variants over all cells of a plan, judged by the replay gate's limits.
+"""The drill: faults and sound variants over all draws of a plan, judged by the replay gate's limits.
 
-Limits are frozen before anything is drawn: files are hashed first and hashed again at the end. Each cell has a seed
+Limits are frozen before anything is drawn: files are hashed first and hashed again at the end. Each draw has a seed
 of its own, drawn from one that is fresh unless it is given.
 """
 
@@ -29,7 +29,7 @@ class Drill(BaseModel):
     limits_sha256: str
     checks: tuple[str, ...]
     rules: tuple[str, ...]
-    num_cells: int
+    num_draws: int
     kinds: tuple[gate.KindResult, ...]
     no_ops: tuple[str, ...]
     singles: dict[str, tuple[int, dict[str, int]]]
@@ -66,7 +66,7 @@ def drill(
     frozen = limits_sha256()
     drawn = fresh_seed() if seed is None else seed
     say(f"limits {frozen[:12]}, seed {drawn} (repeat with --seed {drawn})")
-    found, num_cells = _runs(small, drawn, without, say)
+    found, num_draws = _runs(small, drawn, without, say)
     if limits_sha256() != frozen:
         raise UserError(f"{THRESHOLDS_FILE.parent}: the limits changed while the drill ran; run it again")
     # torch takes seconds to import: a mistyped option has been answered by now.
@@ -82,7 +82,7 @@ def drill(
         limits_sha256=frozen,
         checks=gate.checks(without),
         rules=RULES,
-        num_cells=num_cells,
+        num_draws=num_draws,
         kinds=kinds,
         no_ops=tuple(f"{run.subject}: {run.where}" for run in found if run.no_op),
         singles={
@@ -96,15 +96,15 @@ def drill(
 
 
 def _runs(small: bool, seed: int, without: str | None, say: Callable[[str], None]) -> tuple[list[gate.Run], int]:
-    """Every run of the plan, judged, and the number of its cells; rows are dropped cell by cell."""
-    from attention.drill.plan import FULL, SMALL, cells
+    """Every run of the plan, judged, and the number of its draws; rows are dropped draw by draw."""
+    from attention.drill.plan import FULL, SMALL, draws
     from attention.drill.run import rows_of
 
     plan = SMALL if small else FULL
-    planned = list(cells(plan, seed))
+    planned = list(draws(plan, seed))
     found: list[gate.Run] = []
-    for done, cell in enumerate(planned, start=1):
-        found += gate.runs(rows_of(cell, plan.variants), without)
+    for done, draw in enumerate(planned, start=1):
+        found += gate.runs(rows_of(draw, plan.variants), without)
         if done % max(1, len(planned) // 12) == 0 or done == len(planned):
-            say(f"{done} of {len(planned)} cells, {len(found)} runs")
+            say(f"{done} of {len(planned)} draws, {len(found)} runs")
     return found, len(planned)

@@ -22,11 +22,11 @@ class DrillPlan:
     shapes: tuple[tuple[Phase, str], ...]
     layouts: tuple[Layout, ...]
     variants: tuple[Variant, ...]
-    draws: int  # problems of each kind of inputs a cell
+    repeats: int  # draws of each case
 
 
 @dataclass(frozen=True)
-class Cell:
+class Draw:
     """One draw of one (dtype, phase, batch, layout); all kinds and variants run on it, under one seed."""
 
     dtype: DType
@@ -71,7 +71,7 @@ SMALL = DrillPlan(
     shapes=_SMALL_SHAPES,
     layouts=("paged_nhd", "ragged"),
     variants=_VARIANTS[1:],
-    draws=1,
+    repeats=1,
 )
 FULL = DrillPlan(
     dtypes=("bfloat16", "float16", "float32"),
@@ -85,15 +85,15 @@ FULL = DrillPlan(
     ),
     layouts=("paged_nhd", "paged_hnd", "ragged", "contiguous"),
     variants=_VARIANTS,
-    draws=1,
+    repeats=1,
 )
 
 
-def cells(plan: DrillPlan, seed: int) -> Iterator[Cell]:
-    """Every cell of the plan; each has a seed of its own, drawn from `seed`."""
-    draw = random.Random(seed)  # noqa: S311 - repeatable, no secret
-    for _ in range(plan.draws):
+def draws(plan: DrillPlan, seed: int) -> Iterator[Draw]:
+    """Every draw of the plan; each has a seed of its own, drawn from `seed`."""
+    generator = random.Random(seed)  # noqa: S311 - repeatable, no secret
+    for _ in range(plan.repeats):
         for dtype in plan.dtypes:
             for phase, batch in plan.shapes:
                 for layout in plan.layouts:
-                    yield Cell(dtype, phase, batch, layout, draw.randrange(1 << 31))
+                    yield Draw(dtype, phase, batch, layout, generator.randrange(1 << 31))

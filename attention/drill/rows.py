@@ -44,7 +44,7 @@ class Row:
 
     @property
     def run(self) -> tuple[str, str, str, str, str, str, str, int]:
-        """A run: what a replay of one candidate sees of this cell, all kinds of inputs together."""
+        """A run: what a replay of one candidate sees of this draw, all kinds of inputs together."""
         return (
             self.role,
             self.subject,

@@ -1,4 +1,4 @@
-"""One cell of a drill: every kind of fault and every sound variant on its problems, as rows."""
+"""One draw of a drill: every kind of fault and every sound variant on its problems, as rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attention.cases import REPLAY_INPUTS, Inputs
 from attention.drill.emulator import EXACT, Variant, kernel_numbers
 from attention.drill.kernel import SOUND, Fault, Written, run
 from attention.drill.kinds import FEATURES, KINDS, Kind
-from attention.drill.plan import Cell
+from attention.drill.plan import Draw
 from attention.drill.published import eager, exceeded
 from attention.drill.rows import Figures, Row
 from attention.replay.figures import compare
@@ -39,21 +39,21 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def rows_of(cell: Cell, variants: tuple[Variant, ...], kinds: tuple[Kind, ...] = KINDS) -> Iterator[Row]:
-    """All rows of a cell."""
+def rows_of(draw: Draw, variants: tuple[Variant, ...], kinds: tuple[Kind, ...] = KINDS) -> Iterator[Row]:
+    """All rows of a draw."""
     with torch.inference_mode(), _one_thread():
         for inputs in REPLAY_INPUTS:
             for feature in FEATURES:
-                yield from _feature_rows(cell, feature, inputs, variants, kinds)
+                yield from _feature_rows(draw, feature, inputs, variants, kinds)
 
 
 def _feature_rows(
-    cell: Cell, feature: str, inputs: Inputs, variants: tuple[Variant, ...], kinds: tuple[Kind, ...]
+    draw: Draw, feature: str, inputs: Inputs, variants: tuple[Variant, ...], kinds: tuple[Kind, ...]
 ) -> Iterator[Row]:
-    case = cell.case(feature)
-    problem = make(case, inputs, cell.seed)
+    case = draw.case(feature)
+    problem = make(case, inputs, draw.seed)
     reference = eager(problem)
-    fixed: dict[str, Any] = {**vars(cell), "feature": feature, "inputs": inputs}
+    fixed: dict[str, Any] = {**vars(draw), "feature": feature, "inputs": inputs}
     num_calls = 2 if inputs == REPEATED else 1
 
     def row(role: str, subject: str, calls: list[Written], **more: Any) -> Row:
@@ -69,7 +69,7 @@ def _feature_rows(
         )
 
     for variant in variants:
-        yield row("benign", f"emulated, {variant}", _emulated(problem, num_calls, cell.seed, variant, SOUND))
+        yield row("benign", f"emulated, {variant}", _emulated(problem, num_calls, draw.seed, variant, SOUND))
     for name in BACKENDS:
         backend = create(name)
         if not backend.check(case):
@@ -78,8 +78,8 @@ def _feature_rows(
             yield row("benign", name, calls)
     for kind in kinds:
         if kind.feature == feature:
-            effect, lse_effect = effect_of(problem, num_calls, kind.fault, cell.seed)
-            calls = _emulated(problem, num_calls, cell.seed, Variant(), kind.fault)
+            effect, lse_effect = effect_of(problem, num_calls, kind.fault, draw.seed)
+            calls = _emulated(problem, num_calls, draw.seed, Variant(), kind.fault)
             yield row("fault", kind.name, calls, effect=effect, lse_effect=lse_effect)
 
 

@@ -29,7 +29,7 @@ def found(*problems: str) -> Drill:
         limits_sha256="ab" * 32,
         checks=("r_rms",),
         rules=("fa2", "flex"),
-        num_cells=12,
+        num_draws=12,
         kinds=(kind, kind),
         no_ops=(),
         singles={"all inputs": (40, {"ours": 39, "fa2": 30, "flex": 20})},
@@ -57,7 +57,7 @@ def test_the_table_is_aligned_and_ends_with_the_verdict() -> None:
     assert "sound kernels  runs  ours  fa2  flex" in lines
     assert "false alarms    432     0    8     0" in lines
     assert "not run here: position_off (model layer, kl_mean)" in lines
-    assert lines[-2:] == ["limits abababababab, seed 7, 12 cells", "pass"]
+    assert lines[-2:] == ["limits abababababab, seed 7, 12 draws", "pass"]
 
 
 def test_a_problem_is_told_before_the_verdict_and_sets_the_exit_code() -> None:

@@ -1,4 +1,4 @@
-"""The drill as a whole on one cell, and the small plan as `make test` runs it."""
+"""The drill as a whole on one draw, and the small plan as `make test` runs it."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from tasks import drill as task
 
 
 @pytest.fixture
-def one_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small plan of one cell, in which every kind can show."""
+def one_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small plan of one draw, in which every kind can show."""
     monkeypatch.setattr(
         plan, "SMALL", replace(plan.SMALL, dtypes=("bfloat16",), shapes=plan.SMALL.shapes[2:], layouts=("paged_nhd",))
     )
 
 
 def but_few(problems: tuple[str, ...]) -> list[str]:
-    """Problems other than that one cell has few sound runs."""
+    """Problems other than that one draw has few sound runs."""
     return [problem for problem in problems if "at least 300" not in problem]
 
 
-def test_every_kind_is_caught_by_its_check_and_without_it_escapes(one_cell: None) -> None:
+def test_every_kind_is_caught_by_its_check_and_without_it_escapes(one_draw: None) -> None:
     found = task.drill(small=True, seed=7)
     assert but_few(found.problems) == []
     assert [one.caught for one in found.kinds] == [1] * len(KINDS)
-    assert (found.seed, found.num_cells, found.checks) == (7, 1, gate.checks())
-    assert found.exit_code == 1, "one cell has too few sound runs"
+    assert (found.seed, found.num_draws, found.checks) == (7, 1, gate.checks())
+    assert found.exit_code == 1, "one draw has too few sound runs"
     assert found.benign.false_alarms == 0 and found.benign.num_runs > 20
 
 
-def test_each_check_is_needed(one_cell: None) -> None:
+def test_each_check_is_needed(one_draw: None) -> None:
     from attention.drill.run import rows_of
 
-    (cell,) = plan.cells(plan.SMALL, 7)
-    rows = list(rows_of(cell, ()))
+    (draw,) = plan.draws(plan.SMALL, 7)
+    rows = list(rows_of(draw, ()))
     for check in gate.checks():
         found = gate.runs(rows, check)
         named = [kind for kind in KINDS if kind.check == check]
@@ -52,22 +52,22 @@ def test_each_check_is_needed(one_cell: None) -> None:
         assert escaped == {kind.name for kind in named}
 
 
-def test_two_checks_are_all_that_sees_their_fault(one_cell: None) -> None:
+def test_two_checks_are_all_that_sees_their_fault(one_draw: None) -> None:
     from attention.drill.run import rows_of
 
-    (cell,) = plan.cells(plan.SMALL, 7)
+    (draw,) = plan.draws(plan.SMALL, 7)
     kinds = tuple(kind for kind in KINDS if kind.name in ("lse_base2", "non_determinism"))
-    tripped = {run.subject: run.tripped for run in gate.runs(rows_of(cell, (), kinds)) if run.role == "fault"}
+    tripped = {run.subject: run.tripped for run in gate.runs(rows_of(draw, (), kinds)) if run.role == "fault"}
     assert tripped == {"lse_base2": ("lse",), "non_determinism": ("repeat",)}
 
 
 def test_a_seed_repeats_a_drill_and_none_draws_a_fresh_one() -> None:
-    assert list(plan.cells(plan.SMALL, 7)) == list(plan.cells(plan.SMALL, 7)) != list(plan.cells(plan.SMALL, 8))
+    assert list(plan.draws(plan.SMALL, 7)) == list(plan.draws(plan.SMALL, 7)) != list(plan.draws(plan.SMALL, 8))
     assert task.fresh_seed() != task.fresh_seed()
 
 
 def test_limits_that_change_while_it_runs_make_it_worthless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "SMALL", replace(plan.SMALL, draws=0))
+    monkeypatch.setattr(plan, "SMALL", replace(plan.SMALL, repeats=0))
     hashes = iter(["before", "after"])
     monkeypatch.setattr(task, "limits_sha256", lambda: next(hashes))
     with pytest.raises(UserError, match="the limits changed while the drill ran"):
@@ -89,13 +89,13 @@ def test_a_plan_has_every_dtype_phase_and_layout() -> None:
     )
     assert len(plan.FULL.dtypes) == 3 and len(plan.FULL.layouts) == 4
     for one in (plan.SMALL, plan.FULL):
-        cells = list(plan.cells(one, 1))
-        assert len({cell.seed for cell in cells}) == len(cells)
-        assert len(cells) * len(one.variants) * 7 >= gate.load_limits("drill", gate.PLAN).value("min_benign")
+        draws = list(plan.draws(one, 1))
+        assert len({draw.seed for draw in draws}) == len(draws)
+        assert len(draws) * len(one.variants) * 7 >= gate.load_limits("drill", gate.PLAN).value("min_benign")
 
 
-def test_the_document_is_json(one_cell: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "SMALL", replace(plan.SMALL, draws=0))
+def test_the_document_is_json(one_draw: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "SMALL", replace(plan.SMALL, repeats=0))
     document = json.loads(task.drill(small=True, seed=7).model_dump_json())
     assert document["seed"] == 7
     assert {one["kind"] for one in document["kinds"]} == {kind.name for kind in KINDS}

@@ -7,7 +7,7 @@ import torch
 
 from attention.drill.kernel import SOUND
 from attention.drill.kinds import ELSEWHERE, FEATURES, KINDS, Kind
-from attention.drill.plan import Cell
+from attention.drill.plan import Draw
 from attention.drill.rows import Figures
 from attention.drill.run import effect_of
 from attention.replay.problems import Problem, make
@@ -20,8 +20,8 @@ ONLY_REPEAT, ONLY_LSE = {"non_determinism"}, {"lse_base2"}
 def problem_of(
     feature: str, batch: str = "q20s144_q5s90", layout: str = "paged_nhd", dtype: str = "bfloat16"
 ) -> Problem:
-    cell = Cell(dtype, "extend", batch, layout, seed=5)  # type: ignore[arg-type]
-    return make(cell.case(feature), "normal", cell.seed)
+    draw = Draw(dtype, "extend", batch, layout, seed=5)  # type: ignore[arg-type]
+    return make(draw.case(feature), "normal", draw.seed)
 
 
 def worst(effect: Figures) -> float:

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from attention.drill.kinds import FEATURES
-from attention.drill.plan import Cell
+from attention.drill.plan import Draw
 from attention.drill.published import RULES, eager, exceeded
 from attention.replay.figures import compare
 from attention.replay.problems import Problem, make
 
 
 def problem_of(feature: str = "plain", dtype: str = "bfloat16", batch: str = "q20s144_q5s90") -> Problem:
-    cell = Cell(dtype, "extend", batch, "paged_nhd", seed=5)  # type: ignore[arg-type]
-    return make(cell.case(feature), "normal", cell.seed)
+    draw = Draw(dtype, "extend", batch, "paged_nhd", seed=5)  # type: ignore[arg-type]
+    return make(draw.case(feature), "normal", draw.seed)
 
 
 def rejects(problem: Problem, out: torch.Tensor) -> set[str]:
