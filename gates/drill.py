@@ -12,6 +12,7 @@ neither output nor LSE beyond the class's own error, makes nothing non-finite an
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -135,23 +136,25 @@ def singles(found: Sequence[Run], judges: Sequence[str], inputs: str | None = No
 
 @dataclass(frozen=True)
 class KindResult:
-    """All runs of one kind of fault. `caught` by the check that the kind names, `escaped` by that check."""
+    """All runs of one kind of fault. `caught` by the check that the kind names, `escaped` it; `tripped` counts the
+    effective runs that each check trips."""
 
     kind: str
     check: str
     effective: int
     no_ops: int
     caught: int
-    caught_by_any: int
+    tripped: dict[str, int]
     published: dict[str, int]
     escaped: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class BenignResult:
-    """All sound runs: how many, and how many each rule rejects."""
+    """All sound runs: how many of which variants and backends, and how many each rule rejects."""
 
     num_runs: int
+    subjects: dict[str, int]
     false_alarms: int
     published: dict[str, int]
     named: tuple[str, ...]
@@ -168,7 +171,7 @@ def kind_result(kind: str, check: str, found: Sequence[Run], rules: Sequence[str
         effective=len(effective),
         no_ops=len(mine) - len(effective),
         caught=len(effective) - len(escaped),
-        caught_by_any=sum(bool(run.tripped) for run in effective),
+        tripped={name: sum(name in run.tripped for run in effective) for name in checks()},
         published={rule: sum(rule in run.published for run in effective) for rule in rules},
         escaped=escaped,
     )
@@ -179,6 +182,7 @@ def benign_result(found: Sequence[Run], rules: Sequence[str]) -> BenignResult:
     alarms = [run for run in mine if run.tripped]
     return BenignResult(
         num_runs=len(mine),
+        subjects=dict(Counter(run.subject for run in mine)),
         false_alarms=len(alarms),
         published={rule: sum(rule in run.published for run in mine) for rule in rules},
         named=tuple(f"{run.subject}, {run.where}: {', '.join(run.tripped)}" for run in alarms),

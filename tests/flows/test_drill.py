@@ -21,7 +21,7 @@ def home(tmp_path: Path) -> Home:
 
 
 def found(*problems: str) -> Drill:
-    kind = KindResult("scale_1", "r_rms", 12, 1, 12 - len(problems), 12, {"fa2": 12, "flex": 3}, problems)
+    kind = KindResult("scale_1", "r_rms", 12, 1, 12 - len(problems), {"r_rms": 12}, {"fa2": 12, "flex": 3}, problems)
     return Drill(
         seed=7,
         small=True,
@@ -34,7 +34,7 @@ def found(*problems: str) -> Drill:
         no_ops=(),
         singles={"all inputs": (40, {"ours": 39, "fa2": 30, "flex": 20})},
         elsewhere=({"name": "position_off", "what": "", "layer": "model", "check": "kl_mean"},),
-        benign=BenignResult(432, 0, {"fa2": 8, "flex": 0}, ()),
+        benign=BenignResult(432, {"block 64": 432}, 0, {"fa2": 8, "flex": 0}, ()),
         problems=problems,
     )
 

@@ -161,5 +161,5 @@ def test_too_little_evidence_fails_the_drill() -> None:
     no_ops = [row(seed=seed) for seed in range(100, 103)]
     assert judged(faults=no_ops[:2]) == []
     assert judged(faults=no_ops) == ["13.0% of the faults are no-ops; at most 10%"]
-    nothing = gate.problems([gate.kind_result("gone", "r_rms", [], ())], gate.BenignResult(300, 0, {}, ()))
+    nothing = gate.problems([gate.kind_result("gone", "r_rms", [], ())], gate.BenignResult(300, {}, 0, {}, ()))
     assert nothing[0] == "gone: no run changed the oracle, so nothing was shown"
