@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from attention.drill import plan
 from flows import drill as module
+from flows.__main__ import main
 from gates.drill import BenignResult, KindResult
 from tasks.drill import Drill
 from tests.commands import Home
@@ -71,6 +74,23 @@ def test_a_check_that_there_is_not_is_answered_at_once(home: Home) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: --without r_rsm: no such check; did you mean r_rms")
     assert done.stderr.count("\n") == 1
+
+
+def test_without_a_check_its_kinds_escape_and_the_command_exits_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = replace(plan.SMALL, dtypes=("bfloat16",), shapes=plan.SMALL.shapes[2:], layouts=("paged_nhd",))
+    monkeypatch.setattr(plan, "SMALL", one)
+    words = ["flows", "drill", "--small", "--seed", "7", "--json"]
+    escaped = []
+    for more in ([], ["--without", "lse"]):
+        monkeypatch.setattr("sys.argv", [*words, *more])
+        assert main() == 1, "one draw has too few sound runs"
+        said = capsys.readouterr()
+        assert "seed 7 (repeat with --seed 7)" in said.err
+        escaped.append([p.split(";")[0] for p in json.loads(said.out)["problems"] if "escaped" in p])
+    assert escaped[0] == []
+    assert escaped[1] == [f"{kind}: 1 of 1 escaped lse" for kind in ("merge_base2", "lse_base2", "sinks_ignored")]
 
 
 @pytest.mark.timeout(300)
