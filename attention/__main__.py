@@ -13,6 +13,7 @@ Exit: 0 done; 1 a required probe failed (`probe --help`), or `resolve` found no 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -25,7 +26,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from attention import STARTED
-from attention.errors import UserError, piped
+from attention.errors import UserError, exit_code
+from attention.flags import check_count, check_seconds
 from attention.job import (
     BenchJob,
     CompareJob,
@@ -39,6 +41,7 @@ from attention.job import (
 )
 from attention.lifetime import die_with_parent
 from attention.matrix import check_device
+from attention.yaml_file import read_json
 
 DEFAULT_MODEL = Path("data/models/smollm2-135m-instruct")
 DEFAULT_POLICY = Path("data/policies/cpu-flash.yaml")
@@ -52,16 +55,9 @@ not pass a required probe, although another may stand in for it. Exit 0: none di
 
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    try:
-        return piped(lambda: int(args.run(args)))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:  # a disk that is full or read only, a name that is too long
-        print(f"error: {UserError.of_system(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # files may hold characters that no encoding has
+    return exit_code(lambda: int(args.run(args)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -175,6 +171,8 @@ def _progress(what: str) -> Any:
 
     def tell(done: int, total: int) -> None:
         nonlocal shown
+        if not total:
+            return
         if done * 10 // total > shown or done == total:
             shown = done * 10 // total
             print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
@@ -186,9 +184,13 @@ def _fingerprint(args: argparse.Namespace) -> int:
     from attention import effects
 
     if args.diff:
-        found_changes = effects.explain(*(_read_identity(path) for path in args.diff))
-        documents = [one.document() for one in found_changes]
-        print(json.dumps(documents, indent=1) if args.json else "\n".join(effects.lines(found_changes)))
+        try:
+            found_changes = effects.explain(*(_read_identity(path) for path in args.diff))
+            documents = [one.document() for one in found_changes]
+            text = json.dumps(documents, indent=1) if args.json else "\n".join(effects.lines(found_changes))
+        except RecursionError as error:
+            raise UserError(f"--diff {' '.join(map(str, args.diff))}: nested too deeply to be compared") from error
+        print(text)
         return 0
     job = _job(args, FingerprintJob) if args.job else FingerprintJob(setup=_setup(args))
     from attention.startup import identify
@@ -213,12 +215,7 @@ def _fingerprint(args: argparse.Namespace) -> int:
 
 def _read_identity(path: Path) -> dict[str, Any]:
     """Identity in a fingerprint file, as JSON: one of another version, with other fields, can be compared too."""
-    try:
-        document = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"fingerprint {path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise UserError(f"fingerprint {path}: not one written by `fingerprint --json` (not JSON)") from error
+    document = read_json(path)
     identity = document.get("identity") if isinstance(document, dict) else None
     if not isinstance(identity, dict):
         raise UserError(f"fingerprint {path}: not one written by `fingerprint --json` (it has no identity)")
@@ -306,11 +303,16 @@ class ProbeSummary(BaseModel):
 
 def _probe(args: argparse.Namespace) -> int:
     from attention import startup
-    from attention.drift import write_rows
+    from attention.drift import check_place, write_rows
     from attention.probe import unmet
 
+    check_count("--jobs", args.jobs)
+    check_seconds("--timeout-s", args.timeout_s)
+    check_seconds("--budget-s", args.budget_s, or_none=True)
     if args.cells is not None:
         return _probe_cells(args)
+    if args.out and args.out.suffix:
+        check_place(args.out)
     job: ProbeJob = (
         _job(args, ProbeJob) if args.job else ProbeJob(setup=_setup(args), level="full", timeout_s=args.timeout_s)
     )
@@ -358,9 +360,11 @@ def _probe(args: argparse.Namespace) -> int:
 
 def _probed(args: argparse.Namespace, job: ProbeJob) -> tuple[str, ...] | None:
     """The backends to probe; None for those of the policy."""
-    if args.backends:
-        return _backends(args.backends)
-    return None if args.job or job.setup.device != "cpu" else _backends("all")
+    from attention.backends import NAMES, chosen
+
+    if args.backends is not None:
+        return chosen(args.backends)
+    return None if args.job or job.setup.device != "cpu" else NAMES
 
 
 def _verdict(failed: list[tuple[str, str]]) -> str:
@@ -372,31 +376,49 @@ def _verdict(failed: list[tuple[str, str]]) -> str:
 
 def _probe_cells(args: argparse.Namespace) -> int:
     """Probe a file of cells: rows, and no decision."""
+    from attention.backends import chosen
     from attention.cells import load_cells
-    from attention.drift import RowsLog
+    from attention.drift import RowsLog, check_place
     from attention.probe import was_not_reached
     from attention.probe_workers import probe_all
     from attention.warm import pending
 
     check_device(args.device)
+    backends, probes = chosen("all" if args.backends is None else args.backends), load_cells(args.cells)
+    is_pending = pending(args.compiled)
+    if args.out:
+        check_place(args.out)
     earlier = _reached(args.out) if args.resume and args.out else []
+    known = {(row.backend, row.probe, row.case) for row in earlier}
+    if all((name, probe.name, probe.case) in known for name in backends for probe in probes):
+        print(f"{args.out}: has the rows of all these probes already, and stays as it is", file=sys.stderr)
+        if args.json:
+            print(json.dumps({"results": []}, indent=1))
+        return 0
     log = RowsLog(args.out, earlier) if args.out else None
-    results = probe_all(
-        _backends(args.backends or "all"),
-        load_cells(args.cells),
-        device=args.device,
-        timeout_s=args.timeout_s,
-        jobs=args.jobs or _jobs(args.device),
-        try_declared=args.try_declared_failures,
-        by_head_dim=True,
-        budget_s=None if args.budget_s is None else args.budget_s - (time.monotonic() - STARTED),
-        known={(row.backend, row.probe, row.case) for row in earlier},
-        is_pending=pending(args.compiled),
-        heard=log.add if log else lambda rows: None,
-        progress=_progress("probes"),
-    )
+    try:
+        results = probe_all(
+            backends,
+            probes,
+            device=args.device,
+            timeout_s=args.timeout_s,
+            jobs=args.jobs or _jobs(args.device),
+            try_declared=args.try_declared_failures,
+            by_head_dim=True,
+            budget_s=None if args.budget_s is None else args.budget_s - (time.monotonic() - STARTED),
+            known=known,
+            is_pending=is_pending,
+            heard=log.add if log else lambda rows: None,
+            progress=_progress("probes"),
+        )
+    except KeyboardInterrupt:
+        if log:
+            print(f"stopped; --out {args.out} --resume goes on with what is left", file=sys.stderr)
+        raise
+    finally:
+        if log:
+            log.close()
     if log:
-        log.close()
         ended = [row for row in results if row.level == "execute" or row.status != "pass"]
         print(f"{args.out}: {_counts(ended)}", file=sys.stderr)
     if args.json:
@@ -416,14 +438,6 @@ def _reached(out: Path) -> list[Any]:
     rows = read_rows(out) if out.is_file() else []
     lacking = {(row.backend, row.probe, row.case) for row in rows if was_not_reached(row)}
     return [row for row in rows if (row.backend, row.probe, row.case) not in lacking]
-
-
-def _backends(text: str) -> tuple[str, ...]:
-    from attention.backends import NAMES, expand
-
-    if text == "all":
-        return NAMES
-    return tuple(dict.fromkeys(name for part in text.split(",") for name in expand(part.strip())))
 
 
 def _jobs(device: str) -> int:
@@ -516,13 +530,15 @@ def _bench_dispatch(args: argparse.Namespace) -> int:
     """Exit 1 when a captured graph has another number of nodes than the plain call's."""
     from attention import bench_dispatch
     from attention.backends import expand
+    from attention.cases import parse_batch
     from attention.matrix import declared_reasons
     from attention.model_config import resolve_dtype
 
     check_device(args.device)
-    if args.calls is not None and args.calls < 1:
-        raise UserError(f"--calls {args.calls}: at least 1")
+    check_count("--calls", args.calls)
     batches, dtype = tuple(args.batch or ("q1s64", "q16")), resolve_dtype(args.dtype, args.device)
+    for batch in batches:
+        parse_batch(batch)
     rows = []
     for wish in args.backend or ("torch_sdpa",):
         for name in expand(wish):

@@ -39,9 +39,12 @@ from attention import STARTED, confirm
 from attention.backends import create
 from attention.backends.base import Backend, Planned
 from attention.cases import AttentionCase
-from attention.errors import UserError
+from attention.errors import UserError, exit_code
+from attention.flags import check_count, check_seconds
 from attention.isolate import NOT_RUN, Outcome, in_workers, short, worker
+from attention.replaced import replaced
 from attention.replay.problems import Problem, make
+from attention.yaml_file import read_json
 
 #: Calls between two syncs: well below the about 1,000 launches that a stream's queue holds.
 SYNC_EVERY = 16
@@ -250,8 +253,6 @@ def document(rows: list[Overhead]) -> list[dict[str, Any]]:
 
 def main() -> int:
     """0 done; 1 a backend has an error or graphs of unequal size; 3 the time was spent before all."""
-    from attention.model_config import resolve_dtype
-
     if "--worker" in sys.argv[1:]:
         _worker()
         return 0
@@ -263,21 +264,32 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, help="seconds for all")
     parser.add_argument("--resume", action="store_true", help="keep the rows of --out, measure the other backends")
     options = parser.parse_args()
+    return exit_code(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    from attention.backends import chosen
+    from attention.matrix import check_device
+    from attention.model_config import resolve_dtype
+
+    check_count("--calls", options.calls)
+    check_seconds("--budget-s", options.budget_s, or_none=True)
+    check_device(options.device)
+    backends = chosen(options.backends)
     rows: list[dict[str, Any]] = []
     if options.resume and options.out.is_file():
-        rows = [row for row in json.loads(options.out.read_text()) if row.get("error") != NOT_RUN]
+        rows = [row for row in read_json(options.out) if row.get("error") != NOT_RUN]
 
     def heard(one: Outcome) -> None:
         said = {"backend": one.name, **one.said} if one.error is None else {"backend": one.name, "error": one.error}
         rows.append(said)
-        fresh = options.out.with_suffix(".new")
-        fresh.write_text(json.dumps(rows, indent=1) + "\n")
-        fresh.replace(options.out)
+        with replaced(options.out) as fresh:
+            fresh.write_text(json.dumps(rows, indent=1) + "\n")
         print(json.dumps(said), flush=True)
 
     there = {row["backend"] for row in rows}
     measure_all(
-        [name for name in options.backends.split(",") if name not in there],
+        [name for name in backends if name not in there],
         device=options.device,
         dtype=resolve_dtype("auto", options.device),
         calls=options.calls,

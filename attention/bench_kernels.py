@@ -30,8 +30,11 @@ from threading import Lock
 
 from attention import STARTED
 from attention.bench_contenders import READS, Shape, shapes, wired
-from attention.errors import UserError
+from attention.errors import UserError, exit_code
+from attention.flags import check_count, check_seconds
 from attention.isolate import NOT_RUN, Outcome, in_workers
+from attention.matrix import check_device
+from attention.replaced import replaced
 
 #: Beside `triton:paged`, where they are installed.
 OTHERS = ("flash_attn:fa2", "flash_attn:fa4", "flashinfer:fa2", "torch_sdpa:cudnn")
@@ -174,18 +177,16 @@ def contenders(shape: Shape, device: str) -> list[str]:
 def write(rows: list[Row], path: Path) -> None:
     """Rows as Parquet (`.parquet`) or JSON (`.json`). UserError for another ending."""
     documents = [asdict(row) for row in rows]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".new")
-    if path.suffix == ".json":
-        fresh.write_text(json.dumps({"rows": documents}, indent=1) + "\n")
-    elif path.suffix == ".parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        pq.write_table(pa.Table.from_pylist(documents), fresh)
-    else:
+    if path.suffix not in (".json", ".parquet"):
         raise UserError(f"--out {path}: write rows to a .json or .parquet file")
-    fresh.replace(path)
+    with replaced(path) as fresh:
+        if path.suffix == ".json":
+            fresh.write_text(json.dumps({"rows": documents}, indent=1) + "\n")
+        else:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            pq.write_table(pa.Table.from_pylist(documents), fresh)
 
 
 def read(path: Path) -> list[Row]:
@@ -222,6 +223,11 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace, names_of: Callable[[Shape], list[str]]) -> int:
     """Measure what the flags ask for; 1 when our kernel has an error somewhere, 3 when the time was spent."""
+    for flag, num in (("--jobs", options.jobs), ("--blocks", options.blocks)):
+        check_count(flag, num)
+    check_seconds("--timeout-s", options.timeout_s)
+    check_seconds("--budget-s", options.budget_s, or_none=True)
+    check_device(options.device)
     earlier = read(options.out) if options.resume and options.out.is_file() else []
     lacking = {row.shape for row in earlier if row.error == NOT_RUN}
     wanted = [shape for shape in shapes(options.small).values() if options.only in shape.name]
@@ -249,11 +255,7 @@ def run(options: argparse.Namespace, names_of: Callable[[Shape], list[str]]) -> 
 
 def main() -> int:
     options = parser(__doc__).parse_args()
-    try:
-        return run(options, lambda shape: contenders(shape, options.device))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(lambda: run(options, lambda shape: contenders(shape, options.device)))
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ import math
 import re
 from collections import Counter
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from attention.errors import UserError, nearest
+from attention.errors import UserError, nearest, shown
 
 Phase = Literal["prefill", "decode", "extend"]
 DType = Literal["float32", "float16", "bfloat16"]
@@ -75,7 +76,11 @@ class Sequence(BaseModel):
     kv_len: int = Field(ge=0)
 
 
-_TOKEN = re.compile(r"^(?P<count>[1-9]\d*)?q(?P<q>\d+)(?P<qk>k?)(?:s(?P<kv>\d+)(?P<kvk>k?))?$")
+#: The most members of a batch: more is a slip of the pen, and would only end in a MemoryError.
+MAX_MEMBERS = 1_000_000
+
+# At most 12 digits: lengths stay far inside 64 bits.
+_TOKEN = re.compile(r"(?P<count>[1-9][0-9]{0,11})?q(?P<q>[0-9]{1,12})(?P<qk>k?)(?:s(?P<kv>[0-9]{1,12})(?P<kvk>k?))?")
 
 
 @lru_cache(maxsize=4096)
@@ -85,19 +90,41 @@ def parse_batch(text: str) -> tuple[Sequence, ...]:
     `q512` is one prefill of 512 tokens, `32q1s1k` are 32 decodes over 1024 keys each, `2q2k_32q1s1k`
     is both in one batch; `k` multiplies by 1024. Without `s` the KV length is the query length.
 
-    Raises UserError for text outside the grammar.
+    Raises UserError for text outside the grammar, and for more than MAX_MEMBERS members.
     """
     members: list[Sequence] = []
     for part in text.split("_"):
-        match = _TOKEN.match(part)
+        match = _TOKEN.fullmatch(part)
         if match is None:
             raise UserError(
-                f"batch {text!r}: {part!r} is not `[count]q<len>[k][s<kv len>[k]]`, for example 2q2k_32q1s1k"
+                f"batch {shown(text)}: {shown(part)} is not `[count]q<len>[k][s<kv len>[k]]` of whole numbers up to "
+                "12 digits, for example 2q2k_32q1s1k"
             )
+        count = int(match["count"] or 1)
+        if len(members) + count > MAX_MEMBERS:
+            raise UserError(f"batch {shown(text)}: more than {MAX_MEMBERS} members; name fewer")
         q_len = int(match["q"]) * (1024 if match["qk"] else 1)
         kv_len = q_len if match["kv"] is None else int(match["kv"]) * (1024 if match["kvk"] else 1)
-        members.extend([Sequence(q_len=q_len, kv_len=kv_len)] * int(match["count"] or 1))
+        members.extend([Sequence(q_len=q_len, kv_len=kv_len)] * count)
     return tuple(members)
+
+
+@lru_cache(maxsize=4096)
+def canonical_batch(text: str) -> str:
+    """The one text of a batch, so that equal cases have one id: runs counted, `k` where it divides, no needless `s`.
+
+    `q1s1024_1q1s1k` is `2q1s1k`, `q512s512` is `q512`. Raises UserError as parse_batch.
+    """
+    parts = []
+    for member, run in groupby(parse_batch(text)):
+        count = sum(1 for _ in run)
+        keys = "" if member.kv_len == member.q_len else f"s{_length(member.kv_len)}"
+        parts.append(f"{count if count > 1 else ''}q{_length(member.q_len)}{keys}")
+    return "_".join(parts)
+
+
+def _length(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens and tokens % 1024 == 0 else str(tokens)
 
 
 def replay_shapes(max_kv_len: int) -> list[tuple[Phase, str]]:
@@ -176,7 +203,7 @@ def natural_lse(lse_base2: Any) -> Any:
 class AttentionCase(BaseModel):
     """One attention problem. Immutable and hashable; JSON through pydantic both ways."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     phase: Phase
     batch: str
@@ -188,19 +215,18 @@ class AttentionCase(BaseModel):
     kv_dtype: str = "auto"  # auto: as dtype; else a key of DTYPE_BYTES, or an engine's name of one
     causal: bool = True
     window: Window = (None, None)
-    softcap: float | None = None
+    softcap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     alibi: bool = False
     custom_mask: bool = False
     sinks: bool = False
     layout: Layout = "paged_nhd"
-    page_size: int | None = 16
+    page_size: int | None = Field(default=16, ge=1)  # tokens of a page
     execution: Execution = "eager"
 
     @field_validator("batch")
     @classmethod
-    def _parses(cls, value: str) -> str:
-        parse_batch(value)
-        return value
+    def _one_text(cls, value: str) -> str:
+        return canonical_batch(value)
 
     @field_validator("kv_dtype")
     @classmethod

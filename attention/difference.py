@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, Final
+
+
+class Absent(Enum):
+    """What stands for a key that only the other side has: null is a value."""
+
+    ABSENT = "absent"
+
+
+ABSENT: Final = Absent.ABSENT
 
 
 @dataclass(frozen=True)
 class Change:
-    """A leaf that differs: its dotted path and both values; None where only the other side has it."""
+    """A leaf that differs: its dotted path and both values; ABSENT where only the other side has it."""
 
     path: str
     old: Any
@@ -24,9 +34,10 @@ def changes(old: Any, new: Any, path: str = "") -> list[Change]:
     if isinstance(old, dict) and isinstance(new, dict):
         found: list[Change] = []
         for key in sorted({*old, *new}):
-            found += changes(old.get(key), new.get(key), f"{path}.{key}".lstrip("."))
+            found += changes(old.get(key, ABSENT), new.get(key, ABSENT), f"{path}.{key}".lstrip("."))
         return found
-    return [] if old == new else [Change(path, old, new)]
+    # As the text that is hashed: Python finds 1 equal to true.
+    return [] if _text(old) == _text(new) else [Change(path, old, new)]
 
 
 def difference(old: Any, new: Any) -> list[str]:
@@ -36,4 +47,8 @@ def difference(old: Any, new: Any) -> list[str]:
 
 def short(value: Any) -> str:
     """A value as a person reads it in a line."""
-    return "absent" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else _text(value)
+
+
+def _text(value: Any) -> str:
+    return value.value if isinstance(value, Absent) else json.dumps(value, sort_keys=True)

@@ -12,12 +12,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from attention.cases import AttentionCase
-from attention.errors import UserError
+from attention.errors import UserError, is_dir, is_file
 from attention.probe import ProbeResult, Status
 from attention.reasons import Reason
+from attention.replaced import replaced
 
 Key = tuple[str, str, AttentionCase]  # backend, probe, case
 
@@ -91,65 +92,98 @@ def _status(result: ProbeResult | None) -> Status | str:
     return "absent" if result is None else result.status
 
 
-def write_rows(path: Path, results: list[ProbeResult]) -> None:
-    """Probe rows as Parquet (`.parquet`) or JSON (`.json`). UserError for another ending."""
-    if path.suffix == ".parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+def check_place(path: Path) -> None:
+    """UserError for a file that `write_rows` could not write, before the work that its rows take."""
+    if path.suffix not in (".json", ".parquet"):
+        raise UserError(f"--out {path}: write probe rows to a .json or .parquet file")
+    if is_dir(path):
+        raise UserError(f"--out {path}: this is a folder; name a file")
 
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist([{**r.row(), "required": r.required} for r in results]), path)
-    elif path.suffix == ".json":
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"results": [r.model_dump(mode="json") for r in results]}, indent=1) + "\n")
-    else:
-        raise UserError(f"{path}: write probe rows to a .json or .parquet file")
+
+def write_rows(path: Path, results: list[ProbeResult]) -> None:
+    """Probe rows as Parquet (`.parquet`) or JSON (`.json`), whole or not at all. UserError for another ending."""
+    check_place(path)
+    with replaced(path) as fresh:
+        if path.suffix == ".parquet":
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            pq.write_table(pa.Table.from_pylist([{**r.row(), "required": r.required} for r in results]), fresh)
+        else:
+            fresh.write_text(json.dumps({"results": [r.model_dump(mode="json") for r in results]}, indent=1) + "\n")
+
+
+_LINE = TypeAdapter(tuple[ProbeResult, ...])
 
 
 class RowsLog:
-    """Rows of a file as they come: JSON lines beside it, which become the file at the end.
+    """Rows of a file as they come: JSON lines in a hidden file beside it, which become the file at the end.
 
-    A process that is killed leaves the lines; `finish_log` makes the file of them.
+    A line holds all rows of a probe, so that one that was cut (a kill, a full disk) leaves no probe half known. A
+    process that is killed leaves the lines; `finish_log` makes the file of them. Until then the file stays as it was.
     """
 
     def __init__(self, path: Path, earlier: Iterable[ProbeResult] = ()) -> None:
-        if path.suffix not in (".json", ".parquet"):
-            raise UserError(f"--out {path}: write probe rows to a .json or .parquet file")
+        check_place(path)
         self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(".new")
-        fresh.write_text("".join(f"{row.model_dump_json()}\n" for row in earlier))
-        self._lines = fresh.open("a")
-        fresh.replace(path.with_suffix(".jsonl"))
-        path.unlink(missing_ok=True)
+        with replaced(_log_of(path)) as fresh:
+            fresh.write_bytes(_line(earlier))
+        self._lines = _log_of(path).open("ab")
 
     def add(self, rows: Iterable[ProbeResult]) -> None:
-        self._lines.write("".join(f"{row.model_dump_json()}\n" for row in rows))
-        self._lines.flush()
+        """All rows of one probe. UserError when they cannot be written."""
+        try:
+            self._lines.write(_line(rows))
+            self._lines.flush()
+        except OSError as error:
+            raise self._full(error) from error
 
     def close(self) -> None:
-        self._lines.close()
-        finish_log(self._path)
+        """Make the file of the rows, if there are some. UserError when they cannot be written: the lines stay."""
+        try:
+            self._lines.close()
+            finish_log(self._path)
+        except OSError as error:
+            raise self._full(error) from error
+
+    def _full(self, error: OSError) -> UserError:
+        why = error.strerror or error
+        return UserError(f"--out {self._path}: rows cannot be written ({why}); make room, then go on with --resume")
+
+
+def _log_of(path: Path) -> Path:
+    """Where the rows of a file are meanwhile; hidden, and nobody else's name."""
+    return path.with_name(f".{path.name}.rows")
+
+
+def _line(rows: Iterable[ProbeResult]) -> bytes:
+    return _LINE.dump_json(tuple(rows)) + b"\n"
+
+
+def unfinished_rows(path: Path) -> list[ProbeResult]:
+    """Rows of a file that a process was writing when it was killed; none where it ended. UserError: cannot be read."""
+    log = _log_of(path)
+    if not log.is_file():
+        return []
+    *whole, _ = log.read_bytes().split(b"\n")  # a line without an end was being written
+    try:
+        return [row for line in whole for row in _LINE.validate_json(line)]
+    except ValidationError as error:
+        raise UserError(f"{log}: not the rows of this version; remove it to probe anew") from error
 
 
 def finish_log(path: Path) -> None:
-    """Make the file of rows from its JSON lines, where a process has left some."""
-    lines = path.with_suffix(".jsonl")
-    if lines.is_file():
-        rows = read_rows(lines)
-        if rows:
-            write_rows(path, rows)
-        lines.unlink()
+    """Make the file of the rows that a process has left, if it has left some; else the file stays as it is."""
+    if rows := unfinished_rows(path):
+        write_rows(path, rows)
+    _log_of(path).unlink(missing_ok=True)
 
 
 def read_rows(path: Path) -> list[ProbeResult]:
-    """Rows that `write_rows`, `RowsLog` or `probe --json` wrote. UserError names the file and the problem."""
-    if not path.is_file():
+    """Rows that `write_rows` or `probe --json` wrote. UserError names the file and the problem."""
+    if not is_file(path):
         raise UserError(f"observation {path}: no such file; write it with `python -m attention probe --out {path}`")
     try:
-        if path.suffix == ".jsonl":
-            whole, _, _ = path.read_text().rpartition("\n")  # a line without an end was being written
-            return [ProbeResult.model_validate_json(line) for line in whole.splitlines()]
         if path.suffix == ".parquet":
             import pyarrow.parquet as pq
 
@@ -157,7 +191,7 @@ def read_rows(path: Path) -> list[ProbeResult]:
         return [ProbeResult.model_validate(row) for row in json.loads(path.read_text())["results"]]
     except OSError as error:
         raise UserError(f"observation {path}: cannot be read ({error.strerror or error})") from error
-    except (ValueError, KeyError, TypeError, ValidationError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"observation {path}: not written by `probe --out` ({type(error).__name__})") from error
 
 

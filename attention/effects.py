@@ -15,10 +15,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict
 
-from attention.difference import Change, changes, short
+from attention.difference import ABSENT, Change, changes, short
+from attention.validated import validated
+from attention.yaml_file import read_yaml
 
 _PACKAGES = "distributions."
 
@@ -65,9 +66,10 @@ class Explained(BaseModel):
     effects: tuple[Effect, ...]
 
     def document(self) -> dict[str, Any]:
-        """As JSON for machines."""
+        """As JSON for machines; `old` or `new` is left out where only the other side has the field."""
         known = [{"effect": one.effect, "source": one.source} for one in self.effects]
-        return {"field": self.path, "old": self.old, "new": self.new, "effects": known}
+        sides = {name: value for name, value in (("old", self.old), ("new", self.new)) if value is not ABSENT}
+        return {"field": self.path, **sides, "effects": known}
 
 
 class _Sheet(BaseModel):
@@ -78,9 +80,9 @@ class _Sheet(BaseModel):
 
 @cache
 def known_effects() -> tuple[Effect, ...]:
-    """All of effects.yaml, in its order."""
+    """All of effects.yaml, in its order. UserError names the key and the problem."""
     path = Path(__file__).parent / "effects.yaml"
-    return _Sheet.model_validate(yaml.safe_load(path.read_text())).effects
+    return validated(_Sheet, read_yaml(path), path, Effect.model_fields).effects
 
 
 def explain(old: dict[str, Any], new: dict[str, Any]) -> list[Explained]:
@@ -125,5 +127,10 @@ def _row(one: Explained) -> tuple[str, str, str]:
 
 
 def _version(value: Any) -> tuple[int, ...]:
-    """Numbers of a version up to a local part or a hash: `2.11.0+cu130` is (2, 11, 0); () for none."""
+    """Numbers of a version up to a local part or a hash: `2.11.0+cu130` is (2, 11, 0); () for none.
+
+    Python makes no number of more than 4300 digits: what is that long is no version.
+    """
+    if len(str(value or "")) > 1000:
+        return ()
     return tuple(int(digits) for digits in re.findall(r"\d+", str(value or "").split("+")[0]))

@@ -20,9 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from attention.cases import AttentionCase
 from attention.errors import UserError
 from attention.model_config import LayerKind, layer_kinds
+from attention.validated import problem
 
 
 def cases_of(
@@ -42,7 +45,8 @@ def cases_of(
 
     capture_sizes: members of captured decode graphs; () for an engine without graphs, which decodes one by one.
     chunk: tokens of a step. kv_lens: keys of a decode, and cached keys before a chunk.
-    Raises UserError for heads that do not divide over the ranks, and for a chunk that holds no token.
+    Raises UserError for heads that do not divide over the ranks, a chunk that holds no token, no `kv_lens`, and
+    whatever else makes no AttentionCase.
     """
     if tp < 1 or chunk < 1 or speculative_k < 0 or any(size < 1 for size in capture_sizes):
         raise UserError(
@@ -51,6 +55,8 @@ def cases_of(
         )
     if short := [kv_len for kv_len in kv_lens if kv_len <= speculative_k]:
         raise UserError(f"kv_lens {short}: a verify batch of {speculative_k + 1} tokens needs at least as many keys")
+    if not kv_lens:
+        raise UserError("kv_lens is empty: name at least one number of keys")
     common = {"dtype": dtype, "kv_dtype": kv_dtype, "layout": layout, "page_size": page_size}
     sizes = tuple(sorted(set(capture_sizes)))
     found: dict[AttentionCase, None] = {}
@@ -60,7 +66,10 @@ def cases_of(
             cases = _dense(mine, common, speculative_k, sizes, chunk, kv_lens)
         else:
             cases = _mla(mine, common, speculative_k, sizes, chunk, kv_lens)
-        found |= dict.fromkeys(cases)
+        try:
+            found |= dict.fromkeys(cases)
+        except ValidationError as error:
+            raise UserError(f"cases of {model}: {problem(error)}") from error
     return list(found)
 
 

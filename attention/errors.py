@@ -83,6 +83,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(names)}"
 
 
+def exit_code(run: Callable[[], int]) -> int:
+    """Exit code of `run`: 2 after one line on stderr for what a person can mend, 130 after Ctrl-C."""
+    try:
+        return piped(run)
+    except OSError as error:  # a disk that is full or read only, a name that is too long
+        print(f"error: {UserError.of_system(error)}", file=sys.stderr)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        return 130
+    return 2
+
+
 def piped(run: Callable[[], int]) -> int:
     """Exit code of `run`; 0 when whoever reads stdout (`| head`) has seen enough and gone."""
     try:

@@ -26,9 +26,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from attention.errors import UserError
+from attention.errors import UserError, exit_code, nearest
+from attention.flags import check_count, check_seconds
 from attention.lifetime import end_session
 from attention.reasons import Code
+from attention.replaced import replaced
+from attention.yaml_file import read_json
 
 CELLS = Path("attention/cells/hopper.yaml")
 POLICY = Path("data/policies/document.yaml")
@@ -83,22 +86,27 @@ def steps(
     jobs = str(max(1, (os.cpu_count() or 2) - 2))
     identity = ["--model", str(out / "model"), "--policy", str(POLICY), "--device", device, "--json"]
     fingerprint = [*python, "attention", "fingerprint", *identity]
-    compiled = str(out / "compiled.json")
+    compiled = out / "compiled.json"
 
     def within(module: str, *argv: str) -> Callable[[float], list[str]]:
         command = [*python, module, *argv, "--device", device, *(["--resume"] if resume else [])]
         return lambda limit_s: [*command, "--budget-s", f"{max(1.0, limit_s - _MARGIN_S):.0f}"]
 
-    compile_ = ["--cells", str(cells), "--jobs", str(os.cpu_count() or 2), "--out", compiled]
+    compile_ = ["--cells", str(cells), "--jobs", str(os.cpu_count() or 2), "--out", str(compiled)]
     probe = ["probe", "--cells", str(cells), "--jobs", jobs]
-    probe += ["--backends", backends, "--compiled", compiled, "--timeout-s", "120"]
+    probe += ["--backends", backends, "--timeout-s", "120", "--out", str(out / "probes.parquet")]
+
+    def probes(limit_s: float) -> list[str]:  # told when it starts: the step before may have written no file
+        known = ["--compiled", str(compiled)] if compiled.is_file() else []
+        return within("attention", *probe, *known)(limit_s)
+
     kernels = ["--jobs", "8", *(["--small"] if small else []), "--out", str(out / "kernels.json")]
     dispatch = ["--backends", ",".join(DISPATCHED), "--out", str(out / "dispatch.json")]
     dispatch += [] if calls is None else ["--calls", str(calls)]
     return [
         Step("fingerprint_before", lambda limit_s: fingerprint, 5, "fingerprint_before.json"),
         Step("compile", within("attention.warm", *compile_), 25),
-        Step("probes", within("attention", *probe, "--out", str(out / "probes.parquet")), 30),
+        Step("probes", probes, 30),
         Step("dispatch", within("attention.bench_dispatch", *dispatch), 12),
         Step("kernels", within("attention.bench_kernels", *kernels), 23),
         Step("fingerprint_after", lambda limit_s: fingerprint, 5, "fingerprint_after.json"),
@@ -128,7 +136,7 @@ def run_all(wanted: list[Step], out: Path, budget_s: float, *, resume: bool = Fa
 
 def _outcomes(out: Path) -> list[Outcome]:
     path = out / "steps.json"
-    return [Outcome(**one) for one in json.loads(path.read_text())] if path.is_file() else []
+    return [Outcome(**one) for one in read_json(path)] if path.is_file() else []
 
 
 def _is_done(name: str, found: dict[str, Outcome], out: Path) -> bool:
@@ -192,9 +200,8 @@ def write_steps(found: list[Outcome], out: Path) -> None:
 
 
 def _write(path: Path, document: Any) -> None:
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(document, indent=1) + "\n")
-    fresh.replace(path)
+    with replaced(path) as fresh:
+        fresh.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def squeeze(out: Path) -> None:
@@ -206,8 +213,9 @@ def squeeze(out: Path) -> None:
     path = out / "probes.parquet"
     finish_log(path)
     if path.is_file():
-        pq.write_table(pq.read_table(path), path, compression="zstd", compression_level=15)
-    for unfinished in out.glob("*.new"):
+        with replaced(path) as fresh:
+            pq.write_table(pq.read_table(path), fresh, compression="zstd", compression_level=15)
+    for unfinished in out.glob(".*.new"):  # of steps that were killed
         unfinished.unlink()
 
 
@@ -258,7 +266,7 @@ def _footer(folder: Path, unreached: int) -> str:
     ids, gpu = [], "unknown machine"
     for path in (folder / f"fingerprint_{when}.json" for when in ("before", "after")):
         if path.is_file():
-            found = json.loads(path.read_text())
+            found = read_json(path)
             ids.append(found["id"])
             gpu = f"{found['identity']['gpu']}, torch {found['identity']['torch']}"
     same = "unknown" if len(ids) < 2 else "the same" if ids[0] == ids[1] else f"then {ids[1]}"
@@ -271,11 +279,12 @@ def _footer(folder: Path, unreached: int) -> str:
 
 def _probes(folder: Path) -> dict[str, tuple[Counter[str], Counter[str]]]:
     """Backend -> outcomes of its cells, and of its checks."""
-    from attention.drift import read_rows
+    from attention.drift import read_rows, unfinished_rows
 
-    paths = [folder / f"probes.{ending}" for ending in ("parquet", "jsonl")]  # lines: of a run that was killed
+    path = folder / "probes.parquet"
+    rows = unfinished_rows(path) or (read_rows(path) if path.is_file() else [])  # a run that was killed has them all
     outcomes: dict[tuple[str, str, str], str] = {}
-    for row in (row for path in paths if path.is_file() for row in read_rows(path)):
+    for row in rows:
         if row.level == "construct" and row.status == "pass":
             continue
         status: str = row.status
@@ -294,7 +303,7 @@ def _kernels(folder: Path) -> Kernels:
     """Contender -> phase -> its rows that have a figure."""
     path = folder / "kernels.json"
     found: Kernels = {}
-    for row in json.loads(path.read_text())["rows"] if path.is_file() else ():
+    for row in read_json(path)["rows"] if path.is_file() else ():
         if row.get("figure") is not None:
             found.setdefault(row["contender"], {}).setdefault(row["shape"].split("-")[0], []).append(row)
     return found
@@ -303,7 +312,7 @@ def _kernels(folder: Path) -> Kernels:
 def _overheads(folder: Path) -> dict[str, list[dict[str, Any]]]:
     path = folder / "dispatch.json"
     found: dict[str, list[dict[str, Any]]] = {}
-    for row in json.loads(path.read_text()) if path.is_file() else ():
+    for row in read_json(path) if path.is_file() else ():
         if row.get("error") is None:
             found.setdefault(row["backend"], []).append(row)
     return found
@@ -353,29 +362,35 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="steps whose name begins with one of these, comma-separated")
     parser.add_argument("--resume", action="store_true", help="skip what is done in the folder, complete the rest")
     options = parser.parse_args(argv)
-    try:
-        if options.table is not None:
-            print(backend_table(options.table))
-            return 0
-        if options.out is None:
-            raise UserError("name the folder: --out FOLDER, or --table FOLDER")
-        chosen = [
-            step
-            for step in steps(
-                options.out,
-                device=options.device,
-                cells=options.cells,
-                backends=options.backends,
-                calls=options.calls,
-                small=options.small,
-                resume=options.resume,
-            )
-            if step.name.startswith(tuple(options.only.split(",")))
-        ]
-        found = run_all(chosen, options.out, options.budget_s, resume=options.resume)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    from attention.backends import chosen
+    from attention.matrix import check_device
+
+    if options.table is not None:
+        print(backend_table(options.table))
+        return 0
+    if options.out is None:
+        raise UserError("name the folder: --out FOLDER, or --table FOLDER")
+    check_seconds("--budget-s", options.budget_s, or_none=True)
+    check_count("--calls", options.calls)
+    check_device(options.device)
+    chosen(options.backends)
+    offered = steps(
+        options.out,
+        device=options.device,
+        cells=options.cells,
+        backends=options.backends,
+        calls=options.calls,
+        small=options.small,
+        resume=options.resume,
+    )
+    wanted = [step for step in offered if step.name.startswith(tuple(options.only.split(",")))]
+    if not wanted:
+        raise UserError(f"--only {options.only}: no step begins so; {nearest(options.only, [s.name for s in offered])}")
+    found = run_all(wanted, options.out, options.budget_s, resume=options.resume)
     return 0 if all(one.status == "done" for one in found) else 1
 
 

@@ -6,7 +6,7 @@ and relevant environment variables. *Attestation* is not: node, clock, resolved 
 libraries, JIT outputs, PyTorch's SDPA order (set at its first call). The id is therefore the same before and
 after warm-up, in two processes, and on equal nodes: which of several equal GPUs a process sees is not in it.
 
-Only named environment variables enter, so that no secret can.
+Only named environment variables enter, and a value of theirs that could hold a secret enters as a hash.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import socket
 import sys
 import time
@@ -34,10 +35,15 @@ from attention.policy import Policy
 ENVIRONMENT = (
     # CUDA, PyTorch and CPU libraries
     "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
     "MKL_NUM_THREADS",
     "NVIDIA_TF32_OVERRIDE",
     "OMP_NUM_THREADS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
     "ONEDNN_MAX_CPU_ISA",
+    "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "TORCH_CUDNN_SDPA_DEPRIORITIZED",
@@ -68,6 +74,10 @@ ENVIRONMENT = (
     "VLLM_ROCM_USE_AITER",
     "VLLM_USE_TRTLLM_ATTENTION",
 )
+
+# Words, numbers, versions, paths and flags, with single blanks between; no `=`, `@` or quotes.
+_PLAIN = re.compile(r"[\w.,:;+/-]+( [\w.,:;+/-]+)*", re.ASCII)
+_SECRETIVE = re.compile(r"://|auth|bearer|cred|key|passw|pwd|secret|token", re.IGNORECASE)
 
 
 class Identity(BaseModel):
@@ -150,7 +160,7 @@ def fingerprint(
     layers = layer_kinds(model_path)
     first = layers[0]
     identity = Identity(
-        model_id=model_path.name,
+        model_id=model_path.resolve().name,  # `.` and a link have the name, and so the id, of the folder itself
         model_revision=model_revision(model_path),
         gpu=gpu_name(device),
         gpu_memory_mib=_memory_mib(device),
@@ -205,7 +215,7 @@ def fingerprint(
         },
         flash_attention_impl=_flash_attention_impl(),
         matmul_precision=torch.get_float32_matmul_precision(),
-        environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        environment={name: entered(os.environ[name]) for name in ENVIRONMENT if name in os.environ},
     )
     facts = {
         "node": node(),
@@ -216,6 +226,17 @@ def fingerprint(
         **(attestation or {}),
     }
     return Fingerprint(id=identity_hash(identity), identity=identity, attestation=facts)
+
+
+def entered(value: str) -> str:
+    """A variable's value as it enters a fingerprint: plain text as it is, any other as `sha256:` and 12 hex digits.
+
+    A flag that sets something (`--token=abc`), a URL or a value that speaks of a password may hold a secret; its hash
+    still tells two values apart. What looks like a plain word is taken for one.
+    """
+    if not value or (_PLAIN.fullmatch(value) and not _SECRETIVE.search(value)):
+        return value
+    return f"sha256:{hashlib.sha256(os.fsencode(value)).hexdigest()[:12]}"
 
 
 def identity_hash(identity: Identity) -> str:

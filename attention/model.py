@@ -110,7 +110,7 @@ class Runner:
         logging.disable_progress_bar()
         _register()
         read_config(model_path)
-        self.name = model_path.name
+        self.name = model_path.resolve().name
         self.device = device
         self.dtype = DTYPES[resolve_dtype(dtype, device)]
         self.dispatcher = dispatcher

@@ -7,10 +7,13 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from attention.cases import Window, window_of_hf
-from attention.errors import UserError
+from attention.errors import UserError, shown
+from attention.validated import validated
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -34,10 +37,84 @@ def read_config(model_path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"model {model_path}: no config.json there; name a folder with a transformers causal LM")
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not JSON ({error}): fetch the model again") from error
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # bytes that are no text, a number of 5000 digits, deep nesting
+        raise UserError(f"{path}: not JSON ({str(error)[:200]}): fetch the model again") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: holds {shown(config)}, where an object belongs: fetch the model again")
     return config
+
+
+_Count = Annotated[int, Field(ge=1, le=1_000_000)]
+
+
+class _Config(BaseModel):
+    """What is read of config.json, in transformers' words; null is as if the key were not there.
+
+    Lengths are in tokens. 0 stands for none where some models write it: windows, patterns and the ranks of MLA.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+    num_attention_heads: _Count
+    num_hidden_layers: int = Field(ge=1, le=10_000)
+    model_type: str | None = None
+    hidden_size: _Count | None = None
+    head_dim: _Count | None = None
+    num_key_value_heads: _Count | None = None
+    sliding_window: int | None = Field(default=None, ge=0, le=1 << 40)
+    use_sliding_window: bool | None = None
+    max_window_layers: int | None = Field(default=None, ge=0)
+    sliding_window_pattern: int | str | None = None
+    layer_types: list[str] | None = None
+    attn_logit_softcapping: float | None = Field(default=None, gt=0)
+    query_pre_attn_scalar: float | None = Field(default=None, gt=0)
+    alibi: bool | None = None
+    kv_lora_rank: int | None = Field(default=None, ge=0, le=1_000_000)
+    qk_rope_head_dim: _Count | None = None
+    qk_nope_head_dim: _Count | None = None
+    v_head_dim: _Count | None = None
+    global_head_dim: _Count | None = None
+    attention_k_eq_v: bool | None = None
+    num_global_key_value_heads: _Count | None = None
+
+    @field_validator("layer_types")
+    @classmethod
+    def _served(cls, names: list[str] | None) -> list[str] | None:
+        for name in names or ():
+            if name not in ("full_attention", "sliding_attention"):
+                raise ValueError(f"{shown(name)} is not served: only full_attention and sliding_attention are")
+        return names
+
+    @model_validator(mode="after")
+    def _consistent(self) -> _Config:
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(f"layer_types names {len(self.layer_types)} of num_hidden_layers {self.num_hidden_layers}")
+        pattern = self.sliding_window_pattern
+        if self.window and not self.layer_types and (isinstance(pattern, str) or (pattern or 0) < 0):
+            raise ValueError(f"sliding_window_pattern {shown(pattern)}: a number n, or else name the layer_types")
+        if self.kv_lora_rank:
+            for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"):
+                if getattr(self, key) is None:
+                    raise ValueError(f"kv_lora_rank (MLA) needs {key}, which is missing")
+            return self
+        for key in ("num_key_value_heads", "num_global_key_value_heads"):
+            if self.num_attention_heads % (getattr(self, key) or 1):
+                raise ValueError(
+                    f"num_attention_heads {self.num_attention_heads} is no multiple of {key} {getattr(self, key)}"
+                )
+        if self.head_dim is None and (self.hidden_size or 0) < self.num_attention_heads:
+            raise ValueError(
+                f"without head_dim, hidden_size {self.hidden_size} is too small for "
+                f"num_attention_heads {self.num_attention_heads}"
+            )
+        return self
+
+    @property
+    def window(self) -> int | None:
+        """Hugging Face's W of the layers that have a window; None or 0 when none has."""
+        used = self.use_sliding_window or "use_sliding_window" not in self.model_fields_set
+        return self.sliding_window if used else None
 
 
 @dataclass(frozen=True)
@@ -62,66 +139,65 @@ class LayerKind:
 
 def layer_kinds(model_path: Path) -> list[LayerKind]:
     """One LayerKind a layer, from config.json. UserError when it describes no decoder-only causal LM."""
-    config = read_config(model_path)
-    config = {**config, **config.get("text_config", {})}
-    try:
-        windowed, full = _kind(config, sliding=True), _kind(config, sliding=False)
-        num_layers = int(config["num_hidden_layers"])
-    except KeyError as error:
-        raise UserError(f"model {model_path}: config.json has no {error}: only decoder-only causal LMs work") from error
-    return [windowed if kind == "sliding_attention" else full for kind in _layer_types(config, num_layers)]
+    document = read_config(model_path)
+    where = model_path / "config.json"
+    text = document.get("text_config")
+    if text is not None and not isinstance(text, dict):
+        raise UserError(f"{where}: text_config: holds {shown(text)}, where an object belongs: fetch the model again")
+    document = {**document, **(text or {})}
+    for key in ("num_attention_heads", "num_hidden_layers"):
+        if key not in document:
+            raise UserError(f"model {model_path}: config.json has no '{key}': only decoder-only causal LMs work")
+    config = validated(_Config, document, where)
+    windowed, full = _kind(config, sliding=True), _kind(config, sliding=False)
+    return [windowed if kind == "sliding_attention" else full for kind in _layer_types(config)]
 
 
-def _layer_types(config: dict[str, Any], num_layers: int) -> list[str]:
-    if not _window(config):
-        return ["full_attention"] * num_layers
-    if config.get("layer_types"):
-        return list(config["layer_types"])
-    pattern = config.get("sliding_window_pattern") or _PATTERNS.get(str(config.get("model_type")))
-    first = int(config.get("max_window_layers", 0)) if config.get("use_sliding_window") else 0
+def _layer_types(config: _Config) -> list[str]:
+    if not config.window:
+        return ["full_attention"] * config.num_hidden_layers
+    if config.layer_types:
+        return config.layer_types
+    pattern = int(config.sliding_window_pattern or 0) or _PATTERNS.get(config.model_type or "")
+    first = (config.max_window_layers or 0) if config.use_sliding_window else 0
     return [
-        "full_attention" if i < first or (pattern and (i + 1) % int(pattern) == 0) else "sliding_attention"
-        for i in range(num_layers)
+        "full_attention" if i < first or (pattern and (i + 1) % pattern == 0) else "sliding_attention"
+        for i in range(config.num_hidden_layers)
     ]
 
 
-def _window(config: dict[str, Any]) -> int | None:
-    return config.get("sliding_window") if config.get("use_sliding_window", True) else None
-
-
-def _kind(config: dict[str, Any], *, sliding: bool) -> LayerKind:
-    heads = int(config["num_attention_heads"])
-    window = _window(config)
+def _kind(config: _Config, *, sliding: bool) -> LayerKind:
+    heads = config.num_attention_heads
     common: dict[str, Any] = {
         "heads_q": heads,
-        "window": window_of_hf(int(window)) if sliding and window else (None, None),
-        "softcap": config.get("attn_logit_softcapping"),
-        "alibi": bool(config.get("alibi")) or config.get("model_type") == "bloom",
-        "sinks": config.get("model_type") == "gpt_oss",
+        "window": window_of_hf(config.window) if sliding and config.window else (None, None),
+        "softcap": config.attn_logit_softcapping,
+        "alibi": bool(config.alibi) or config.model_type == "bloom",
+        "sinks": config.model_type == "gpt_oss",
     }
-    if config.get("kv_lora_rank"):  # MLA, with the names of DeepSeek's config
-        rope = int(config["qk_rope_head_dim"])
-        dim = int(config["qk_nope_head_dim"]) + rope
+    if config.kv_lora_rank:  # MLA, with the names of DeepSeek's config; _consistent saw to it that they are there
+        rope = config.qk_rope_head_dim or 0
+        dim = (config.qk_nope_head_dim or 0) + rope
         return LayerKind(
             **common,
             heads_kv=heads,
             head_dim_qk=dim,
-            head_dim_vo=int(config["v_head_dim"]),
+            head_dim_vo=config.v_head_dim or 0,
             scale=dim**-0.5,
-            latent=(int(config["kv_lora_rank"]), rope),
+            latent=(config.kv_lora_rank, rope),
         )
-    dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
-    heads_kv = int(config.get("num_key_value_heads") or heads)
-    if not sliding and config.get("global_head_dim"):  # Gemma 4: the layers that see everything are wider
-        dim = int(config["global_head_dim"])
-        if config.get("attention_k_eq_v"):
-            heads_kv = int(config.get("num_global_key_value_heads") or heads_kv)
+    dim = config.head_dim or (config.hidden_size or 0) // heads
+    heads_kv = config.num_key_value_heads or heads
+    if not sliding and config.global_head_dim:  # Gemma 4: the layers that see everything are wider
+        dim = config.global_head_dim
+        if config.attention_k_eq_v:
+            heads_kv = config.num_global_key_value_heads or heads_kv
     return LayerKind(
         **common,
         heads_kv=heads_kv,
         head_dim_qk=dim,
         head_dim_vo=dim,
-        scale=float(config.get("query_pre_attn_scalar") or dim) ** -0.5,
+        scale=float(config.query_pre_attn_scalar or dim) ** -0.5,
     )
 
 

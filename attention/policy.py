@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from attention.backends import expand
 from attention.cases import AttentionCase, Phase
-from attention.errors import UserError, is_dir, is_file, nearest, shown
+from attention.errors import UserError, is_dir, is_file, nearest
 from attention.reasons import Code, Reason
+from attention.validated import validated
 from attention.yaml_file import read_yaml
 
 Mode = Literal["auto", "preferred-with-fallback", "pinned"]
@@ -181,23 +182,5 @@ def load_policy(path: Path) -> Policy:
     if not is_file(path):
         near = nearest(path.name, (p.name for p in path.parent.glob("*.yaml"))) if is_dir(path.parent) else ""
         raise UserError(f"policy {path}: no such file; {near}".rstrip("; "))
-    try:
-        return _File.model_validate(read_yaml(path)).attention_policy
-    except ValidationError as error:
-        raise UserError(f"{path}: {describe(error)}") from error
-
-
-def describe(error: ValidationError) -> str:
-    """First finding of a validation as `key: problem`, with near names for an unknown key.
-
-    An unknown key goes first: a mistyped key is also a missing one.
-    """
-    found = error.errors()
-    first = next((e for e in found if e["type"] == "extra_forbidden"), found[0])
-    where = ".".join(map(str, first["loc"])) or "file"
-    if first["type"] == "extra_forbidden":
-        known = {*_File.model_fields, *Policy.model_fields, *Budget.model_fields, *Override.model_fields}
-        return f"{where}: unknown key; {nearest(str(first['loc'][-1]), known)}"
-    if first["type"] == "missing":
-        return f"{where}: this key is missing"
-    return f"{where}: {first['msg'].removeprefix('Value error, ')} (got {shown(first['input'])})"
+    known = {*_File.model_fields, *Policy.model_fields, *Budget.model_fields, *Override.model_fields}
+    return validated(_File, read_yaml(path), path, known).attention_policy

@@ -14,8 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from threading import Lock
+from threading import Event, Lock
 
 import torch
 from pydantic import BaseModel
@@ -76,8 +77,14 @@ def probe_all(
 
     With `budget_s` the backends take turns, so that a slow one cannot starve the rest; those whose kernels would
     compile first (`is_pending`) come last in each round. At its end all workers are killed; the rest is `unknown`.
+    Whatever ends this function early (Ctrl-C, an error of `heard`) kills the workers too.
     """
     deadline = None if budget_s is None else time.monotonic() + budget_s
+    stopped = Event()
+
+    def is_over() -> bool:
+        return stopped.is_set() or (deadline is not None and time.monotonic() >= deadline)
+
     found: list[ProbeResult] = []
     wanted = [(b, p) for b in backends for p in probes if (b, p.name, p.case) not in known]
     total, left = len(wanted), set(wanted)
@@ -113,13 +120,14 @@ def probe_all(
         started = time.monotonic()
         turn = None if turn_s is None else Turn(started + turn_s, turn_s * _GRACE, lambda: bool(queue))
         try:
-            return _in_worker(task, timeout_s, deadline, turn, hear)
+            return _in_worker(task, timeout_s, is_over, turn, hear)
         finally:
             spent[unit.backend] += time.monotonic() - started
 
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
-        while (queue and not _is_over(deadline)) or running:
-            while queue and len(running) < jobs and not _is_over(deadline):
+    with ThreadPoolExecutor(max_workers=jobs) as pool, ExitStack() as ends:
+        ends.callback(stopped.set)  # before the pool waits for its workers, which would probe all that they have
+        while (queue and not is_over()) or running:
+            while queue and len(running) < jobs and not is_over():
                 at_work = Counter(unit.backend for unit in running.values())
                 unit = min(
                     queue, key=lambda u: (u.round, u.pending, u.only_checks, at_work[u.backend], spent[u.backend])
@@ -139,10 +147,6 @@ def probe_all(
             hear([*declared, _unprobed(backend, probe)])
     order = {(b, p.name, p.case): i for i, (b, p) in enumerate(wanted)}
     return sorted(found, key=lambda row: order[row.backend, row.probe, row.case])
-
-
-def _is_over(deadline: float | None) -> bool:
-    return deadline is not None and time.monotonic() >= deadline
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,7 @@ _TICK_S = 0.2
 def _in_worker(
     task: WorkerTask,
     timeout_s: float,
-    deadline: float | None,
+    is_over: Callable[[], bool],
     turn: Turn | None,
     hear: Callable[[list[ProbeResult]], None],
 ) -> list[Probe]:
@@ -203,10 +207,8 @@ def _in_worker(
     A probe that kills a worker is a row.
     """
     left = list(task.probes)
-    while left and not _is_over(deadline):
-        ended, begun, why = _worker_run(
-            task.model_copy(update={"probes": tuple(left)}), timeout_s, deadline, turn, hear
-        )
+    while left and not is_over():
+        ended, begun, why = _worker_run(task.model_copy(update={"probes": tuple(left)}), timeout_s, is_over, turn, hear)
         # A probe is told apart by its case too: a model with two kinds of layers has each twice.
         lost = [p for p in left if (p.name, p.case) not in ended]
         if why == _STOPPED:
@@ -233,7 +235,7 @@ def _ends(result: ProbeResult, try_declared: bool) -> bool:
 def _worker_run(
     task: WorkerTask,
     timeout_s: float,
-    deadline: float | None,
+    is_over: Callable[[], bool],
     turn: Turn | None,
     hear: Callable[[list[ProbeResult]], None],
 ) -> tuple[set[tuple[str, AttentionCase]], list[ProbeResult], tuple[Code, str] | None]:
@@ -244,7 +246,7 @@ def _worker_run(
     with Child([sys.executable, "-m", "attention.probe_workers"], task.model_dump_json()) as child:
         said_at = time.monotonic()
         while True:
-            if _is_over(deadline) or (turn is not None and turn.is_over(bool(ended) and not begun)):
+            if is_over() or (turn is not None and turn.is_over(bool(ended) and not begun)):
                 return ended, begun, _STOPPED
             try:
                 line = child.line(_TICK_S)

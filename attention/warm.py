@@ -26,8 +26,11 @@ from typing import Any
 
 from attention import STARTED, jit
 from attention.cases import AttentionCase
-from attention.errors import UserError
+from attention.errors import UserError, exit_code, is_file
+from attention.flags import check_count, check_seconds
 from attention.isolate import NOT_RUN, Outcome, in_workers, short, worker
+from attention.replaced import replaced
+from attention.yaml_file import read_json
 
 
 @dataclass(frozen=True)
@@ -96,20 +99,31 @@ def pending(compiled: Path | None) -> Callable[[str, AttentionCase], bool]:
     """Whether a case of a backend would compile at its first run, by the file of an earlier `attention.warm`.
 
     Without one, or where the caches hold less than it says (another machine), whatever compiles is pending.
+    UserError for a file that is not there.
     """
+    if compiled is not None and not is_file(compiled):
+        raise UserError(
+            f"--compiled {compiled}: no such file; write it with `python -m attention.warm --out {compiled}`"
+        )
     rows = [row for row in earlier_rows(compiled) if row.error is None] if compiled is not None else []
     there = {(row.backend, row.kind) for row in rows}
     return lambda backend, case: backend in COMPILING and (backend, kind_of(backend, case)) not in there
 
 
 def earlier_rows(compiled: Path) -> list[Compiled]:
-    """Rows of a file whose compiled code is still in the caches; none of another machine's."""
-    if not compiled.is_file():
+    """Rows of a file whose compiled code is still in the caches; none of another machine's, or without the file.
+
+    UserError for a file of something else.
+    """
+    if not is_file(compiled):
         return []
-    document, here = json.loads(compiled.read_text()), jit.outputs()
-    if any(here.get(name, 0) < number for name, number in document["after"].items()):
-        return []
-    return [Compiled(**row) for row in document["rows"]]
+    document, here = read_json(compiled), jit.outputs()
+    try:
+        rows = [Compiled(**row) for row in document["rows"]]
+        is_here = all(here.get(name, 0) >= number for name, number in document["after"].items())
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{compiled}: not written by `python -m attention.warm` ({type(error).__name__})") from error
+    return rows if is_here else []
 
 
 def jobs_of(
@@ -251,14 +265,19 @@ def main() -> int:
         help="keep the rows of --out whose code is in the caches; what failed is tried again",
     )
     options = parser.parse_args()
-    from attention.cells import load_cells
+    return exit_code(lambda: _run(options))
 
-    try:
-        cases = list(dict.fromkeys(probe.case for probe in load_cells(options.cells)))
-        wanted, refused = jobs_of(options.backends.split(","), cases, options.device)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+
+def _run(options: argparse.Namespace) -> int:
+    from attention.backends import chosen
+    from attention.cells import load_cells
+    from attention.matrix import check_device
+
+    check_count("--jobs", options.jobs)
+    check_seconds("--budget-s", options.budget_s, or_none=True)
+    check_device(options.device)
+    cases = list(dict.fromkeys(probe.case for probe in load_cells(options.cells)))
+    wanted, refused = jobs_of(chosen(options.backends), cases, options.device)
     rows = [row for row in earlier_rows(options.out) if row.error is None] if options.resume else []
     for row in rows:
         wanted.get(row.backend, {}).pop(row.kind, None)
@@ -266,9 +285,8 @@ def main() -> int:
 
     def write() -> None:
         document = {"before": before, "after": jit.outputs(), "refused": refused, "counts": counts(rows)}
-        fresh = options.out.with_suffix(".new")
-        fresh.write_text(json.dumps({**document, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-        fresh.replace(options.out)
+        with replaced(options.out) as fresh:
+            fresh.write_text(json.dumps({**document, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
     def heard(row: Compiled) -> None:
         rows.append(row)

@@ -41,6 +41,12 @@ def expand(name: str) -> tuple[str, ...]:
     return found
 
 
+def chosen(text: str) -> tuple[str, ...]:
+    """Kernels of a comma-separated list of backends and families, or of `all`. UserError for an unknown name."""
+    names = NAMES if text == "all" else [part.strip() for part in text.split(",")]
+    return tuple(dict.fromkeys(kernel for name in names for kernel in expand(name)))
+
+
 def create(name: str, device: str = "cpu") -> Backend:
     """The backend of that exact name on a device. UserError when this build cannot call it."""
     family, _, kernel = name.partition(":")

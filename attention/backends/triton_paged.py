@@ -412,18 +412,9 @@ class _PlannedPaged(Planned):
             raise UserError(f"{self.backend}: the head dim of q, K and V must have stride 1")
         out_THD = q_THD.new_empty(q_THD.shape[0], self.spec.heads_q, self.spec.head_dim_vo)
         lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-        k_page, k_slot, k_head = _strides(k_NPGD, self.batch.layout)
-        v_page, v_slot, v_head = _strides(v_NPGD, self.batch.layout)
-        shared_v = (
-            self._may_share
-            and k_NPGD.data_ptr() == v_NPGD.data_ptr()
-            and (k_page, k_slot, k_head)
-            == (
-                v_page,
-                v_slot,
-                v_head,
-            )
-        )
+        strides = [_strides(cache, self.batch.layout) for cache in (k_NPGD, v_NPGD)]
+        (k_page, k_slot, k_head), (v_page, v_slot, v_head) = strides
+        shared_v = self._may_share and k_NPGD.data_ptr() == v_NPGD.data_ptr() and strides[0] == strides[1]
         for launch, options, name in self._launches:
             with _named(name, self._device):
                 launch(

@@ -12,18 +12,18 @@ groups:
 
 from __future__ import annotations
 
-import json
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from attention.cases import AttentionCase
 from attention.checks import CHECKS
 from attention.errors import UserError, nearest
 from attention.probe import Probe
+from attention.validated import problem
+from attention.yaml_file import read_json, read_yaml
 
 
 class _Strict(BaseModel):
@@ -76,24 +76,28 @@ class Cells(_Strict):
 
 
 def load_cells(path: Path) -> list[Probe]:
-    """Probes of a cell file (YAML or JSON). UserError names the file, the key and the problem."""
+    """Probes of a cell file (YAML or JSON), at least one. UserError names the file, the key and the problem."""
+    document = read_json(path) if path.suffix == ".json" else read_yaml(path)
     try:
-        text = path.read_text()
-        cells = Cells.model_validate(json.loads(text) if path.suffix == ".json" else yaml.safe_load(text))
-        for group in cells.groups:
-            for one in group.checks:
-                for field in one.when:
-                    _known(path, "field", field, AttentionCase.model_fields)
-                for name in () if one.run == "all" else one.run:
-                    _known(path, "check", name, CHECKS)
-        return cells.probes()
-    except OSError as error:
-        raise UserError(f"cells {path}: cannot be read ({error.strerror})") from error
+        cells = Cells.model_validate(document)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"cells {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
-        raise UserError(f"cells {path}: neither YAML nor JSON ({' '.join(str(error).split())})") from error
+        names = {*Cells.model_fields, *CellGroup.model_fields, *CellChecks.model_fields}
+        raise UserError(f"cells {path}: {problem(error, names)}") from error
+    for num, group in enumerate(cells.groups):
+        for one in group.checks:
+            for field in one.when:
+                _known(path, "field", field, AttentionCase.model_fields)
+            for name in () if one.run == "all" else one.run:
+                _known(path, "check", name, CHECKS)
+        if not all(group.axes):
+            raise UserError(f"cells {path}: groups.{num}.axes: an axis is empty, which leaves no case; name an entry")
+        try:
+            group.cases()
+        except ValidationError as error:
+            raise UserError(f"cells {path}: groups.{num}: {problem(error, AttentionCase.model_fields)}") from error
+    if not cells.groups:
+        raise UserError(f"cells {path}: groups: there is none, so no case to probe; name one")
+    return cells.probes()
 
 
 def _known(path: Path, what: str, name: str, known: dict[str, Any]) -> None:

@@ -12,16 +12,19 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
 from packaging.specifiers import SpecifierSet
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, RootModel, field_validator, model_validator
 
 from attention.cases import AttentionCase, DType
-from attention.errors import UserError
+from attention.errors import UserError, nearest
 from attention.reasons import Code, Reason
+from attention.validated import validated
 from attention.yaml_file import read_yaml
 
 
@@ -46,12 +49,17 @@ class _Versioned(BaseModel):
 class Range(BaseModel):
     """A value in `allowed`, or between `minimum` and `maximum`, or a multiple of `multiple_of`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     allowed: tuple[Any, ...] | None = None
     minimum: float | None = None
     maximum: float | None = None
-    multiple_of: int | None = None
+    multiple_of: int | None = Field(default=None, ge=1)
+
+    @property
+    def of_numbers(self) -> bool:
+        """Whether only a number can be asked this."""
+        return any(limit is not None for limit in (self.minimum, self.maximum, self.multiple_of))
 
     def permits(self, value: Any) -> bool:
         if self.allowed is not None and value not in self.allowed:
@@ -87,6 +95,11 @@ class Rule(Range, _Versioned):
     source: str
     message: str
 
+    @model_validator(mode="after")
+    def _fits_its_dimensions(self) -> Rule:
+        _check_dimensions({**dict.fromkeys(self.when, Range()), self.dimension: self})
+        return self
+
     def applies(self, values: dict[str, Any]) -> bool:
         return all(values[name] in wanted for name, wanted in self.when.items())
 
@@ -105,6 +118,13 @@ class KnownBad(_Versioned):
     source: str  # the report
     message: str
 
+    @model_validator(mode="after")
+    def _fits_its_dimensions(self) -> KnownBad:
+        _check_dimensions(self.when)
+        if self.platforms != ("cuda",):
+            _check_platform(self.when)
+        return self
+
 
 class Declared(BaseModel):
     """Rules of one backend on one platform."""
@@ -119,6 +139,7 @@ class Declared(BaseModel):
     rules: tuple[Rule, ...] = ()
 
 
+_FOLDER = Path(__file__).parent
 _KNOWN_BAD = "known_bad.yaml"
 
 
@@ -128,15 +149,30 @@ class _Sheet(BaseModel):
     definitions: dict[str, Rule] = Field(default_factory=dict, description="rules that several backends share")
     backends: dict[str, dict[str, Declared]] = Field(description="backend -> platform (cpu, cuda, rocm) -> rules")
 
+    @model_validator(mode="after")
+    def _fit_their_platforms(self) -> _Sheet:
+        for platforms in self.backends.values():
+            for rule in (rule for name, sheet in platforms.items() if name != "cuda" for rule in sheet.rules):
+                _check_platform((rule.dimension, *rule.when))
+        return self
+
+
+class _KnownBadSheet(RootModel[tuple[KnownBad, ...]]):
+    pass
+
+
+#: Keys of all sheets, to find what a mistyped one was meant to be.
+_KEYS = {key for kind in (_Sheet, Declared, Rule, KnownBad) for key in kind.model_fields}
+
 
 @cache
 def declared() -> dict[str, dict[str, Declared]]:
-    """All sheets of this folder: backend -> platform -> rules."""
+    """All sheets of this folder: backend -> platform -> rules. UserError names the file, the key and the problem."""
     merged: dict[str, dict[str, Declared]] = {}
-    for path in sorted(Path(__file__).parent.glob("*.yaml")):
+    for path in sorted(_FOLDER.glob("*.yaml")):
         if path.name == _KNOWN_BAD:
             continue
-        sheet = _Sheet.model_validate(read_yaml(path))
+        sheet = validated(_Sheet, read_yaml(path), path, _KEYS)
         for backend, platforms in sheet.backends.items():
             if backend in merged:
                 raise UserError(f"{path}: {backend} is declared twice")
@@ -146,9 +182,9 @@ def declared() -> dict[str, dict[str, Declared]]:
 
 @cache
 def known_bad() -> tuple[KnownBad, ...]:
-    """All entries of known_bad.yaml."""
-    entries = read_yaml(Path(__file__).parent / _KNOWN_BAD)
-    return tuple(KnownBad.model_validate(entry) for entry in entries)
+    """All entries of known_bad.yaml. UserError as `declared`."""
+    path = _FOLDER / _KNOWN_BAD
+    return validated(_KnownBadSheet, read_yaml(path), path, _KEYS).root
 
 
 def platform_of(device: str) -> str:
@@ -167,10 +203,10 @@ def check_device(device: str) -> None:
         return
     import torch
 
-    kind, _, index = device.partition(":")
-    if kind != "cuda" or not (index or "0").isdigit():
-        raise UserError(f"device {device}: use cpu, cuda or cuda:N")
-    if int(index or 0) >= torch.cuda.device_count():
+    found = re.fullmatch(r"cuda(?::(0|[1-9][0-9]{0,3}))?", device)
+    if found is None:
+        raise UserError(f"device {device[:80]}: use cpu, cuda or cuda:N")
+    if int(found[1] or 0) >= torch.cuda.device_count():
         raise UserError(f"device {device}: this PyTorch sees {torch.cuda.device_count()} CUDA devices; use cpu")
 
 
@@ -243,6 +279,37 @@ def _kv_dtype(case: AttentionCase) -> str:
     if case.kv_dtype in ("auto", case.dtype):
         return case.dtype
     return f"{case.kv_dtype} under {case.dtype}" if case.kv_dtype in get_args(DType) else case.kv_dtype
+
+
+@cache
+def _are_numbers() -> dict[str, bool]:
+    """Dimension -> whether it is a number in every case; a softcap and a page size may be None."""
+    shape: dict[str, Any] = {"heads_q": 1, "heads_kv": 1, "head_dim_qk": 1, "head_dim_vo": 1, "dtype": "float32"}
+    plain = AttentionCase(phase="prefill", batch="q1", causal=False, layout="ragged", page_size=None, **shape)
+    full = AttentionCase(phase="prefill", batch="q1", window=(1, 0), softcap=1.0, **shape)
+    some, others = _dimensions(plain, "cpu"), _dimensions(full, "cpu")
+    numbers = {name: _is_number(some[name]) and _is_number(others[name]) for name in some}
+    return {**numbers, "compute_capability": True}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_dimensions(limits: dict[str, Range]) -> None:
+    """ValueError for a dimension that no case has, and for a minimum, maximum or multiple of one that is no number."""
+    known = _are_numbers()
+    for name, limit in limits.items():
+        if name not in known:
+            raise ValueError(f"dimension {name!r} is unknown; {nearest(name, known)}")
+        if limit.of_numbers and not known[name]:
+            raise ValueError(f"dimension {name!r} is not always a number: name its values in `allowed` instead")
+
+
+def _check_platform(dimensions: Iterable[str]) -> None:
+    """ValueError for a dimension that only CUDA devices have."""
+    if "compute_capability" in dimensions:
+        raise ValueError("dimension 'compute_capability' is of CUDA devices alone: leave it out of other platforms")
 
 
 def _importable(package: str) -> bool:

@@ -105,7 +105,7 @@ class _Process:
             release_id=args.release_id,
             side=args.side,
             name=args.instance,
-            model=args.model.name,
+            model=args.model.resolve().name,
             gpu=args.gpu,
             node=node(),
             fault=args.fault,

@@ -126,7 +126,7 @@ def test_kernels_of_a_family_that_cannot_run_here_are_passed_over_and_a_named_on
     assert "left out: torch_sdpa:cudnn" in seen.err
     assert main(["bench", "dispatch", "--backend", "torch_sdpa:cudnn", "--calls", "2"]) == 2
     assert main(["bench", "dispatch", "--calls", "0"]) == 2
-    assert "--calls 0: at least 1" in capsys.readouterr().err
+    assert "--calls 0: use a whole number, at least 1" in capsys.readouterr().err
     assert main(["bench", "dispatch", "--backend", "flex_attention", "--calls", "2"]) == 2
     assert "none of flex_attention runs on cpu" in capsys.readouterr().err
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import random
 import time
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from pydantic import ValidationError
@@ -27,6 +29,8 @@ from attention.cases import (
     window_of_vllm,
 )
 from attention.errors import UserError
+
+REPO = Path(__file__).parents[2]
 
 
 def case(**changes: Any) -> AttentionCase:
@@ -58,11 +62,62 @@ def test_a_batch_reads_as_its_members(text: str, members: list[tuple[int, int]])
     assert [(m.q_len, m.kv_len) for m in parse_batch(text)] == members
 
 
-@pytest.mark.parametrize("text", ["", "512", "q", "s5", "q5s", "q5_", "q5m", "q-5", "q5 q6", "Q5", "q5s6s7", "0q5"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "512",
+        "q",
+        "s5",
+        "q5s",
+        "q5_",
+        "q5m",
+        "q-5",
+        "q5 q6",
+        "Q5",
+        "q5s6s7",
+        "0q5",
+        "q1\n",
+        "q\u0663",
+        "q" + "9" * 5000,
+    ],
+)
 def test_a_batch_outside_the_grammar_is_named(text: str) -> None:
     with pytest.raises(UserError, match="2q2k_32q1s1k") as caught:
         parse_batch(text)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("text", ["9999999999q1", "1000000q1_q1"])
+def test_a_batch_of_more_members_than_memory_holds_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="more than 1000000 members"):
+        parse_batch(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "one"),
+    [
+        ("q1s1024", "q1s1k"),
+        ("1q1s1024_q1s1k", "2q1s1k"),
+        ("q512s512", "q512"),
+        ("q0s0", "q0"),
+        ("q0100s1000", "q100s1000"),
+        # As they stand in committed evidence, so that its ids stay.
+        ("64q1s4k", "64q1s4k"),
+        ("q8k", "q8k"),
+        ("4q1s512_q1s1000_q1s17", "4q1s512_q1s1000_q1s17"),
+    ],
+)
+def test_equal_batches_have_one_text_and_so_one_id(text: str, one: str) -> None:
+    assert (case(batch=text).batch, case(batch=text).case_id) == (one, case(batch=one).case_id)
+    assert parse_batch(one) == parse_batch(text)
+
+
+def test_ids_of_committed_evidence_stand() -> None:
+    rows = pq.read_table(REPO / "data/evidence/h200/probes.parquet", columns=["case_json"])["case_json"].to_pylist()
+    assert rows
+    for row in set(rows):
+        assert AttentionCase.model_validate_json(row).model_dump_json() == row
 
 
 def brute_force(q_len: int, kv_len: int, causal: bool, window: tuple[int | None, int | None]) -> list[list[bool]]:
@@ -274,6 +329,12 @@ def test_a_case_says_which_features_it_uses() -> None:
         ({"batch": "nonsense"}, "2q2k_32q1s1k"),
         ({"head_dim": 64}, "Extra inputs"),
         ({"kv_dtype": "fp8_e4"}, "did you mean fp8_e4m3"),
+        ({"softcap": math.inf}, "softcap"),  # JSON has no infinity: its id would be that of no softcap
+        ({"softcap": math.nan}, "softcap"),
+        ({"softcap": 0.0}, "softcap"),
+        ({"softcap": -5.0}, "softcap"),
+        ({"page_size": 0}, "page_size"),
+        ({"page_size": -4}, "page_size"),
         ({"window": (-1, 0)}, "convert -1 with window_of_flash_attention"),
     ],
 )

@@ -51,8 +51,14 @@ def test_a_group_is_the_product_of_its_axes_with_the_checks_that_apply(tmp_path:
         ("numeric, lse", "numerics", "check 'numerics' is unknown; did you mean numeric"),
         ("phase: [decode]}, run: [lse]", "fase: [decode]}, run: [lse]", "field 'fase' is unknown; did you mean phase"),
         ("heads_kv: 2", "heads_kv: 3", "heads_q=4 is no multiple of heads_kv=3"),
-        ("checks:", "cheks:", "groups.0.cheks: Extra inputs"),
-        ("groups:", "groups: [", "neither YAML nor JSON"),
+        ("checks:", "cheks:", "groups.0.cheks: unknown key; did you mean checks"),
+        ("heads_q: 4", "head_q: 4", "groups.0: head_q: unknown key; did you mean heads_q"),
+        ("groups:", "'': 1\ngroups:", "cells.yaml: '': unknown key; known: "),
+        ("dtype: float32", "dtype: float32, softcap: .nan", "groups.0: softcap: Input should be a finite number"),
+        ("q40", f"q{'9' * 5000}", "is not `[count]q<len>[k][s<kv len>[k]]`"),
+        ("heads_kv: 2", "heads_kv: 2, heads_kv: 2", "the key 'heads_kv' stands twice"),
+        ("{phase: decode, batch: q1s64}, {phase: prefill, batch: q40}", "", "groups.0.axes: an axis is empty"),
+        ("groups:", "groups: [", "not YAML"),
     ],
 )
 def test_a_mistake_in_a_cell_file_is_one_line(tmp_path: Path, old: str, new: str, text: str) -> None:
@@ -60,6 +66,30 @@ def test_a_mistake_in_a_cell_file_is_one_line(tmp_path: Path, old: str, new: str
         load_cells(written(tmp_path, TEXT.replace(old, new)))
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("c.yaml", b"groups: []", "groups: there is none, so no case to probe"),
+        ("c.yaml", b"", "c.yaml: Input should be"),
+        ("c.yaml", b"\xff\xfe\x00\x81", "not YAML"),
+        ("c.yaml", b"groups: 2024-99-99", "not YAML"),
+        ("c.json", b'{"groups": []}', "groups: there is none, so no case to probe"),
+        ("c.json", b"[" * 100_000, "not JSON that can be used: nested too deeply"),
+        ("c.json", b"9" * 5000, "not JSON: "),
+        ("no\0where.json", None, "not JSON: "),
+    ],
+)
+def test_a_file_without_a_case_or_of_something_else_is_one_line(
+    tmp_path: Path, name: str, content: bytes | None, text: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        load_cells(tmp_path / name)
+    assert text in str(caught.value)
+    assert len(str(caught.value)) < 1000
 
 
 def test_the_hopper_cells_cover_what_a_hopper_serves() -> None:

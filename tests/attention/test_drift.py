@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from attention.cases import AttentionCase
-from attention.drift import against_rules, between, only_in, read_rows, write_rows
+from attention.drift import RowsLog, against_rules, between, finish_log, only_in, read_rows, unfinished_rows, write_rows
 from attention.errors import UserError
 from attention.probe import Probe, ProbeResult, run_probe
 from attention.reasons import Code, Reason
@@ -87,3 +88,57 @@ def test_what_is_no_observation_is_named(tmp_path: Path) -> None:
         read_rows(tmp_path / "none.parquet")
     with pytest.raises(UserError, match=r"write probe rows to a \.json or \.parquet file"):
         write_rows(tmp_path / "rows.csv", [])
+
+
+CELL = [row("static", "pass"), row("construct", "pass"), row("execute", "pass")]
+
+
+def test_a_file_stays_until_the_rows_that_replace_it_are_whole_and_so_do_its_neighbours(tmp_path: Path) -> None:
+    out = tmp_path / "rows.parquet"
+    write_rows(out, CELL)
+    neighbours = [tmp_path / name for name in ("rows.json", "rows.jsonl", "rows.new", "rows.parquet.new")]
+    for neighbour in neighbours:
+        neighbour.write_text("mine")
+    log = RowsLog(out)
+    assert (read_rows(out), unfinished_rows(out)) == (CELL, [])
+    log.close()
+    assert read_rows(out) == CELL, "a run without a row replaces nothing"
+    log = RowsLog(out, CELL[:1])
+    log.add(CELL[1:2])
+    assert (read_rows(out), unfinished_rows(out)) == (CELL, CELL[:2])
+    log.close()
+    assert (read_rows(out), unfinished_rows(out)) == (CELL[:2], [])
+    assert {neighbour.read_text() for neighbour in neighbours} == {"mine"}
+    assert set(tmp_path.iterdir()) == {out, *neighbours}
+
+
+def test_of_a_probe_whose_rows_were_cut_none_is_known(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    log = RowsLog(out)
+    for cell in (CELL, [one.model_copy(update={"backend": "torch_sdpa:flash"}) for one in CELL]):
+        log.add(cell)
+    (lines,) = tmp_path.iterdir()
+    written = lines.read_bytes()
+    for cut in (1, 2, 400, 900):  # behind its last row, within it, within the row before
+        lines.write_bytes(written[:-cut])
+        assert unfinished_rows(out) == CELL
+    finish_log(out)
+    assert read_rows(out) == CELL
+
+
+def test_a_full_disk_is_one_line_and_costs_the_probe_that_was_being_written(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    log = RowsLog(out, CELL)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    room = sum(len(one.model_dump_json()) for one in CELL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * room, hard))
+    try:
+        with pytest.raises(UserError, match=r"rows\.json: rows cannot be written \(.*\); make room, then go on with"):
+            log.add([*CELL, *CELL])
+        with pytest.raises(UserError, match="make room"):
+            log.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not out.exists()
+    finish_log(out)
+    assert read_rows(out) == CELL

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attention.difference import Change
+from attention.difference import ABSENT, Change, difference
 from attention.effects import explain, known_effects, lines
 from attention.fingerprint import ENVIRONMENT, Identity, fingerprint
 from attention.policy import Policy
@@ -32,7 +32,13 @@ def known(path: str, old: Any, new: Any) -> str:
         ("dtype", "bfloat16", "float16", "errors of another size"),
         ("kv_cache_dtype", "auto", "float8_e5m2", "never e5m2"),
         ("page_size", 16, 64, "replace one silently"),
-        ("environment.TORCH_CUDNN_SDPA_DEPRIORITIZED", None, "1", "cuDNN goes behind"),
+        ("environment.TORCH_CUDNN_SDPA_DEPRIORITIZED", ABSENT, "1", "cuDNN goes behind"),
+        ("environment.MKL_CBWR", ABSENT, "COMPATIBLE", "round in another order"),
+        ("environment.DNNL_DEFAULT_FPMATH_MODE", ABSENT, "BF16", "in bfloat16"),
+        ("environment.ONEDNN_DEFAULT_FPMATH_MODE", ABSENT, "BF16", "in bfloat16"),
+        ("environment.DNNL_MAX_CPU_ISA", ABSENT, "AVX2", "no newer instructions"),
+        ("environment.PYTORCH_ALLOC_CONF", ABSENT, "expandable_segments:True", "another number of KV pages"),
+        ("environment.PYTORCH_CUDA_ALLOC_CONF", ABSENT, "expandable_segments:True", "another number of KV pages"),
         ("attention_backend_policy.preferred", ["flashinfer"], ["math"], "asked for first"),
         ("execution.cuda_graph", False, True, "captured decodes are padded"),
         ("engine_limits.max_running", 32, 64, "batch compositions"),
@@ -49,7 +55,7 @@ def test_a_known_difference_says_what_it_changes(path: str, old: Any, new: Any, 
         ("cudnn", "91600", "91900", "first choice"),
         ("torch", "2.11.0+cu130", "2.11.1+cu130", "minor version"),
         ("distributions.flashinfer-python", "0.6.1+aa", "0.6.2+bb", "from fa2 to fa3"),
-        ("distributions.flashinfer-python", None, "0.6.2+bb", "from fa2 to fa3"),
+        ("distributions.flashinfer-python", ABSENT, "0.6.2+bb", "from fa2 to fa3"),
         ("attention_backend_policy.preferred", ["a"], ["b"], "the same kernels"),
     ],
 )
@@ -102,3 +108,23 @@ def test_what_is_known_comes_first_and_packages_without_effect_last_and_together
 
 def test_equal_documents_have_no_difference() -> None:
     assert lines(explain({"a": {"b": 1}}, {"a": {"b": 1}})) == ["no difference"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ({"a": 1}, {"a": True}, "a: 1 -> true"),
+        ({"a": [0]}, {"a": [False]}, "a: [0] -> [false]"),
+        ({}, {"a": None}, "a: absent -> null"),
+        ({"a": {"b": None}}, {"a": {}}, "a.b: null -> absent"),
+        ({}, {"a": {"b": 1}}, 'a: absent -> {"b": 1}'),
+    ],
+)
+def test_what_has_another_id_has_a_difference(old: dict[str, Any], new: dict[str, Any], line: str) -> None:
+    assert difference(old, new) == [line]
+    assert lines(explain(old, new)) != ["no difference"]
+
+
+def test_a_machine_tells_null_from_a_field_that_is_not_there() -> None:
+    (one,) = explain({}, {"a": None})
+    assert one.document() == {"field": "a", "new": None, "effects": []}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attention.errors import UserError, nearest, one_line, piped
+from attention.errors import UserError, exit_code, nearest, one_line, piped
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,17 @@ def test_what_the_system_refused_names_the_file() -> None:
 )
 def test_an_exception_in_one_line_names_source_files_without_their_folders(text: str, line: str | None) -> None:
     assert one_line(RuntimeError(text)) == (line or text)
+
+
+def test_what_a_person_can_mend_is_one_line_and_two(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(error: BaseException) -> int:
+        raise error
+
+    assert exit_code(lambda: 3) == 3
+    assert exit_code(lambda: fails(KeyboardInterrupt())) == 130
+    assert exit_code(lambda: fails(UserError("job x: no such file"))) == 2
+    assert exit_code(lambda: fails(OSError(28, "No space left on device", "rows.json"))) == 2
+    seen = capsys.readouterr()
+    assert seen.err == "error: job x: no such file\nerror: rows.json: No space left on device\n"
+    with pytest.raises(ZeroDivisionError):
+        exit_code(lambda: 1 // 0)

@@ -75,6 +75,27 @@ def test_the_steps_are_told_how_long_they_have(tmp_path: Path) -> None:
         assert told[name] == ["--budget-s", "94"]
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [("--budget-s", "nan"), ("--calls", "0"), ("--device", "cuda:²"), ("--backends", ""), ("--only", "prbes")],
+)
+def test_a_flag_out_of_range_is_one_line_before_any_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, str]
+) -> None:
+    assert main(["--out", str(tmp_path / "out"), "--device", "cpu", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_probes_are_told_what_is_compiled_if_that_was_written(tmp_path: Path) -> None:
+    wanted = steps(tmp_path, device="cpu", cells=Path("c.yaml"), backends="all", calls=None, small=False)
+    (probes,) = (step for step in wanted if step.name == "probes")
+    assert "--compiled" not in probes.argv(100.0)
+    (tmp_path / "compiled.json").write_text("{}")
+    assert str(tmp_path / "compiled.json") in probes.argv(100.0)
+
+
 def test_a_second_run_skips_what_is_done_and_completes_the_rest(tmp_path: Path) -> None:
     mark = tmp_path / "marks"
     tell = f"open({str(mark)!r}, 'a').write"
@@ -94,7 +115,7 @@ from pathlib import Path
 from attention.drift import RowsLog, read_rows
 log = RowsLog(Path({str(tmp_path / "probes.parquet")!r}))
 log.add(read_rows(Path({str(tmp_path / "rows.json")!r})))
-log._lines.write('{{"backend": "half a li')
+log._lines.write(b'[{{"backend": "half a li')
 log._lines.flush()
 time.sleep(60)
 """
@@ -102,7 +123,7 @@ time.sleep(60)
     found = run_all([python("probes", code)], tmp_path, budget_s=12)
     assert found[0].status == "timeout"
     assert read_rows(tmp_path / "probes.parquet") == rows
-    assert not (tmp_path / "probes.jsonl").exists()
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_the_table_has_a_line_a_backend_and_says_what_is_missing(tmp_path: Path) -> None:

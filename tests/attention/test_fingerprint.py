@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from attention.fingerprint import (
     Fingerprint,
     Identity,
     changed_fields,
+    entered,
     fingerprint,
     gpu_name,
     identity_hash,
@@ -104,7 +106,7 @@ def test_two_fresh_processes_and_this_one_agree_before_and_after_a_forward_and_a
     [
         ({"dtype": "bfloat16"}, "dtype: float32 -> bfloat16"),
         ({"page_size": 32}, "page_size: 16 -> 32"),
-        ({"fault": "wrong_scale"}, "fault: absent -> wrong_scale"),
+        ({"fault": "wrong_scale"}, "fault: null -> wrong_scale"),
         ({"engine_limits": {"num_pages": 64}}, "engine_limits.num_pages: absent -> 64"),
         ({"tensor_parallel": 2}, "tensor_parallel: 1 -> 2"),
         ({"kv_cache_dtype": "float8_e4m3fn"}, "kv_cache_dtype: auto -> float8_e4m3fn"),
@@ -134,6 +136,11 @@ def test_a_named_environment_variable_changes_the_id(
     assert changed_fields(old.identity, new.identity) == [f"environment.{name}: absent -> 7"]
 
 
+def test_each_name_that_a_library_reads_a_switch_by_is_known() -> None:
+    onednn = {f"{prefix}_{name}" for prefix in ("DNNL", "ONEDNN") for name in ("DEFAULT_FPMATH_MODE", "MAX_CPU_ISA")}
+    assert onednn | {"MKL_CBWR", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} <= set(ENVIRONMENT)
+
+
 def test_any_other_environment_variable_does_not_enter(
     take: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +150,52 @@ def test_any_other_environment_variable_does_not_enter(
     assert take().id == old.id
     assert not set(SECRETS) & set(ENVIRONMENT)
     assert not [name for name in ENVIRONMENT if any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "ccache --token=s3cret",
+        "ccache --token s3cret",
+        "curl -H Authorization s3cret",
+        "https://user:s3cret@host/libs",
+        "user:s3cret@host",
+        "-DPASSWORD=s3cret",
+        "-D_KEY=s3cret -O3",
+        '"s3cret"',
+        "gcc\ns3cret",
+    ],
+)
+def test_a_value_that_could_hold_a_secret_enters_as_a_hash(
+    take: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    ids = []
+    for one in (value, value.replace("s3cret", "an0ther")):
+        for name in ("CC", "CXX", "NVCC_APPEND_FLAGS", "TLLM_FMHA_LIBS", "VLLM_ATTENTION_BACKEND"):
+            monkeypatch.setenv(name, one)
+        found = take()
+        assert "s3cret" not in found.model_dump_json()
+        assert re.fullmatch("sha256:[0-9a-f]{12}", found.identity.environment["CC"])
+        ids.append(found.id)
+    assert ids[0] != ids[1], "another value is another id all the same"
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "7", "gcc-12", "/usr/bin/c++", "9.0a 10.0", "8.0;9.0+PTX", ":4096:8", "expandable_segments:True", "-O3 -g"],
+)
+def test_words_paths_and_versions_enter_as_they_are(value: str) -> None:
+    assert entered(value) == value
+
+
+def test_a_folder_has_one_name_and_id_however_it_is_named(
+    take: Callable[..., Fingerprint], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "current").symlink_to(tiny_model)
+    monkeypatch.chdir(tiny_model)
+    names = (Path(), tmp_path / "current", tiny_model / ".." / tiny_model.name)
+    found = [fingerprint(name, POLICY, dtype="float32") for name in names]
+    assert {(one.id, one.identity.model_id) for one in found} == {(take().id, tiny_model.name)}
 
 
 def test_the_number_of_threads_changes_the_id(take: Callable[..., Fingerprint]) -> None:
@@ -254,5 +307,5 @@ def test_a_difference_names_the_distribution(take: Callable[..., Fingerprint]) -
         f"distributions.torch: {old.distributions['torch']} -> 9.9+abc",
     ]
     assert json.loads(old.model_dump_json())["environment"] == {
-        n: os.environ[n] for n in ENVIRONMENT if n in os.environ
+        n: entered(os.environ[n]) for n in ENVIRONMENT if n in os.environ
     }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from attention.__main__ import _probed, main
 from attention.backends import NAMES
 from attention.cases import AttentionCase
+from attention.drift import read_rows
 from attention.job import ProbeJob, Setup
 from attention.probe import Level, ProbeResult, Status
 from attention.reasons import Code, Reason
@@ -124,6 +127,40 @@ def test_two_fingerprints_are_compared(capsys: pytest.CaptureFixture[str], setup
     preferred = document["attention_backend_policy.preferred"]
     assert (preferred["old"], preferred["new"]) == (["torch_sdpa:flash"], ["math"])
     assert preferred["effects"][0]["source"] == "attention/policy.py resolve"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ('"\\ud800"', "torch  absent  -> \\ud800"),
+        (f'"{"9" * 5000}"', f"torch  absent  -> {'9' * 5000}"),
+    ],
+)
+def test_odd_values_in_a_fingerprint_are_shown(
+    capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path, value: str, text: str
+) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text('{"identity": {}}')
+    new.write_text(f'{{"identity": {{"torch": {value}}}}}')
+    assert main(["fingerprint", "--diff", str(old), str(new)]) == 0
+    assert capsysbinary.readouterr().out.decode().splitlines()[0] == text
+
+
+def test_deep_nesting_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat, deep = tmp_path / "flat.json", tmp_path / "deep.json"
+    flat.write_text('{"identity": {}}')
+    deep.write_text("[" * 100_000)
+    assert "deep.json: not JSON that can be used" in error_of(capsys, "fingerprint", "--diff", str(flat), str(deep))
+    assert "deep.json: not written by `probe --out`" in error_of(capsys, "matrix", "--drift", str(deep))
+    # What can just be read may be too deep to be compared.
+    monkeypatch.setattr("attention.effects.changes", lambda *sides: deeper())
+    assert "nested too deeply to be compared" in error_of(capsys, "fingerprint", "--diff", str(flat), str(flat))
+
+
+def deeper() -> int:
+    return deeper()
 
 
 def test_fingerprints_of_different_versions_can_be_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -329,7 +366,91 @@ def test_a_bad_place_for_rows_is_told_before_any_probe_runs(capsys: pytest.Captu
     cells.write_text(CELLS)
     line = error_of(capsys, "probe", "--cells", str(cells), "--out", str(tmp_path / "rows.csv"))
     assert "write probe rows to a .json or .parquet file" in line
+    assert "this is a folder" in error_of(capsys, "probe", "--cells", str(cells), "--out", str(folder(tmp_path)))
     assert "unknown backend 'maths'" in error_of(capsys, "probe", "--cells", str(cells), "--backends", "maths")
+
+
+def folder(parent: Path) -> Path:
+    path = parent / "rows.json"
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "text"),
+    [
+        ("--jobs", "0", "--jobs 0: use a whole number"),
+        ("--jobs", "-1", "--jobs -1: use a whole number"),
+        ("--timeout-s", "nan", "--timeout-s nan: use seconds"),
+        ("--timeout-s", "0", "--timeout-s 0: use seconds"),
+        ("--budget-s", "-1", "--budget-s -1: use seconds"),
+        ("--backends", "", "unknown backend ''"),
+        ("--device", "cuda:²", "use cpu, cuda or cuda:N"),
+        ("--device", f"cuda:{'9' * 5000}", "use cpu, cuda or cuda:N"),
+        ("--compiled", "no/such/file", "--compiled no/such/file: no such file"),
+    ],
+)
+def test_a_flag_out_of_range_is_one_line_and_costs_no_old_rows(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str, value: str, text: str
+) -> None:
+    (tmp_path / "cells.yaml").write_text(CELLS)
+    out = tmp_path / "rows.json"
+    out.write_text("old")
+    line = error_of(capsys, "probe", "--cells", str(tmp_path / "cells.yaml"), "--out", str(out), flag, value)
+    assert text in line and len(line) < 500
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cells.yaml"] == ["rows.json"]
+    assert out.read_text() == "old"
+
+
+@pytest.mark.parametrize("flag", [("--calls", "0"), ("--batch", "foo"), ("--batch", f"{'9' * 20}q1")])
+def test_a_flag_of_bench_dispatch_out_of_range_is_one_line(
+    capsys: pytest.CaptureFixture[str], flag: tuple[str, str]
+) -> None:
+    assert "Traceback" not in error_of(capsys, "bench", "dispatch", *flag)
+
+
+def test_where_all_is_probed_resume_leaves_the_file_as_it_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells, out = tmp_path / "cells.yaml", tmp_path / "rows.json"
+    cells.write_text(CELLS)
+    argv = ["probe", "--cells", str(cells), "--backends", "flashinfer:fa2", "--out", str(out)]
+    assert main(argv) == 0
+    before = out.read_bytes()
+    capsys.readouterr()
+    assert main([*argv, "--resume"]) == 0
+    assert capsys.readouterr() == ("", f"{out}: has the rows of all these probes already, and stays as it is\n")
+    assert out.read_bytes() == before
+
+
+def test_ctrl_c_stops_the_workers_at_once_and_keeps_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells, out, log = tmp_path / "cells.yaml", tmp_path / "rows.json", tmp_path / ".rows.json.rows"
+    batches = ", ".join(f"{{batch: q{num}}}" for num in range(300, 900))
+    cells.write_text(
+        "groups: [{base: {phase: prefill, heads_q: 4, heads_kv: 2, head_dim_qk: 64, head_dim_vo: 64, dtype: float32}, "
+        f"axes: [[{batches}]], checks: [{{run: [numeric]}}]}}]"
+    )
+    argv = ["probe", "--cells", str(cells), "--backends", "math", "--out", str(out)]
+    process = subprocess.Popen([sys.executable, "-m", "attention", *argv], cwd=REPO, stderr=subprocess.PIPE, text=True)
+    try:
+        while not (log.exists() and b"execute" in log.read_bytes()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=8)
+    finally:
+        process.kill()
+    assert (process.returncode, said.splitlines()[-1]) == (
+        130,
+        f"stopped; --out {out} --resume goes on with what is left",
+    )
+    kept = read_rows(out)
+    assert 0 < len({row.case for row in kept}) < 600
+    assert not log.exists()
+    known: list[Any] = []
+    monkeypatch.setattr("attention.probe_workers.probe_all", lambda *args, **more: known.extend(more["known"]) or kept)
+    assert main([*argv, "--resume"]) == 0
+    assert set(known) == {(row.backend, row.probe, row.case) for row in kept}
 
 
 def test_the_matrix_lists_rules_and_reports_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from attention import matrix
+from attention.__main__ import main
 from attention.backends import NAMES
 from attention.cases import AttentionCase
 from attention.errors import UserError
@@ -202,7 +204,7 @@ def test_sheets_name_known_backends_and_dimensions_that_exist() -> None:
 
 def test_rules_permit_what_lies_inside_and_nothing_else() -> None:
     def rule(**limits: Any) -> Rule:
-        return Rule(dimension="d", code=Code.HEAD_DIM_UNSUPPORTED, source="s", message="m", **limits)
+        return Rule(dimension="head_dim_qk", code=Code.HEAD_DIM_UNSUPPORTED, source="s", message="m", **limits)
 
     assert [rule(maximum=128, multiple_of=8).permits(n) for n in (64, 128, 129, 136, 60)] == [
         True,
@@ -239,7 +241,80 @@ def test_a_rule_holds_for_its_versions_only(monkeypatch: pytest.MonkeyPatch, ver
 
 def test_a_range_of_versions_that_is_none_is_refused_when_it_is_read() -> None:
     with pytest.raises(ValueError, match="Invalid specifier"):
-        Rule(dimension="d", code=Code.LAUNCH_FAILED, source="s", message="m", versions="from 2.8 on")
+        Rule(dimension="head_dim_qk", code=Code.LAUNCH_FAILED, source="s", message="m", versions="from 2.8 on")
+
+
+RULE = "dimension: head_dim_qk, code: HEAD_DIM_UNSUPPORTED, source: s, message: m"
+SHEET = "backends: {mine: {cpu: {package: torch, remedy: r, rules: [{RULE}]}}}"
+ENTRY = "- {backend: mine, code: LAUNCH_FAILED, source: s, message: m, WHEN}"
+
+
+@pytest.fixture
+def sheets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of sheets in place of ours: a sound one, and no known bad cells."""
+    (tmp_path / "mine.yaml").write_text(SHEET.replace("RULE", RULE))
+    (tmp_path / "known_bad.yaml").write_text("[]")
+    monkeypatch.setattr(matrix, "_FOLDER", tmp_path)
+    for read in (declared, known_bad):
+        read.cache_clear()
+    yield tmp_path
+    for read in (declared, known_bad):
+        read.cache_clear()
+
+
+def refused(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line of `matrix`, which exits 2."""
+    assert main(["matrix"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_sound_sheet_is_read(sheets: Path) -> None:
+    assert (set(declared()), known_bad()) == ({"mine"}, ())
+
+
+@pytest.mark.parametrize(
+    ("sheet", "message"),
+    [
+        ("", "mine.yaml: Input should be a valid dict"),
+        ("backends: {mine: {cpu: {package: torch}}}", "backends.mine.cpu.remedy: this key is missing"),
+        (SHEET.replace("RULE", f"{RULE}, minimun: 8"), "rules.0.minimun: unknown key; did you mean minimum"),
+        (SHEET.replace("RULE", RULE.replace("HEAD_DIM", "HEAD")), "rules.0.code: Input should be"),
+        (SHEET.replace("RULE", f"{RULE}, versions: from 2 on"), "rules.0.versions: Invalid specifier"),
+        (SHEET.replace("RULE", f"{RULE}, multiple_of: 0"), "rules.0.multiple_of: "),
+        (SHEET.replace("RULE", f"{RULE}, minimum: .nan"), "rules.0.minimum: "),
+        (SHEET.replace("RULE", f"{RULE}, when: {{same_head_dimz: [true]}}"), "did you mean same_head_dims"),
+        (SHEET.replace("RULE", RULE.replace("head_dim_qk", "same_head_dimz")), "did you mean same_head_dims"),
+        (SHEET.replace("RULE", RULE.replace("head_dim_qk", "phase") + ", minimum: 8"), "'phase' is not always a num"),
+        (SHEET.replace("RULE", RULE.replace("head_dim_qk", "page_size") + ", multiple_of: 8"), "'page_size' is not al"),
+        (SHEET.replace("RULE", RULE.replace("head_dim_qk", "compute_capability")), "of CUDA devices alone"),
+    ],
+)
+def test_a_sheet_that_would_fail_later_is_one_line_when_it_is_read(
+    sheets: Path, capsys: pytest.CaptureFixture[str], sheet: str, message: str
+) -> None:
+    (sheets / "mine.yaml").write_text(sheet)
+    line = refused(capsys)
+    assert line.startswith(f"error: {sheets}/mine.yaml: ") and message in line
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ("", "known_bad.yaml: Input should be a valid tuple"),
+        ("- 5", "known_bad.yaml: 0: Input should be a valid dict"),
+        (ENTRY.replace(", WHEN", ""), "0.when: this key is missing"),
+        (ENTRY.replace("WHEN", "when: {same_head_dimz: {allowed: [true]}}"), "did you mean same_head_dims"),
+        (ENTRY.replace("WHEN", "when: {phase: {maximum: 3}}"), "'phase' is not always a number"),
+        (ENTRY.replace("WHEN", "when: {head_dim_qk: {multiple_of: 0}}"), "0.when.head_dim_qk.multiple_of: "),
+        (ENTRY.replace("WHEN", "platforms: [cpu], when: {compute_capability: {minimum: 90}}"), "of CUDA devices alone"),
+    ],
+)
+def test_known_bad_cells_that_would_fail_later_are_one_line_when_they_are_read(
+    sheets: Path, capsys: pytest.CaptureFixture[str], entries: str, message: str
+) -> None:
+    (sheets / "known_bad.yaml").write_text(entries)
+    assert message in refused(capsys)
 
 
 def test_the_version_is_that_of_the_distribution_behind_the_import_name() -> None:

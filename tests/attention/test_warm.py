@@ -13,6 +13,7 @@ import pytest
 from attention import matrix, warm
 from attention.cases import AttentionCase
 from attention.cells import load_cells
+from attention.errors import UserError
 from attention.isolate import NOT_RUN
 from attention.warm import COMPILING, Compiled, compile_all, counts, distinct, earlier_rows, jobs_of, main, pending
 
@@ -130,3 +131,27 @@ def test_what_is_not_in_the_caches_is_pending(tmp_path: Path, monkeypatch: pytes
     assert pending(path)("flashinfer:fa2", there), "another machine"
     assert earlier_rows(path) == []
     assert pending(None)("flashinfer:fa2", there)
+
+
+def test_what_is_missing_or_of_something_else_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--compiled .*none\.json: no such file"):
+        pending(tmp_path / "none.json")
+    for text in ("[]", '{"rows": [{"a": 1}]}', '{"rows": [], "after": {"torch": "many"}}'):
+        (tmp_path / "odd.json").write_text(text)
+        with pytest.raises(UserError, match=r"odd\.json: not written by `python -m attention\.warm`"):
+            earlier_rows(tmp_path / "odd.json")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--jobs", "0"), ("--budget-s", "nan"), ("--device", "cuda:x"), ("--backends", "maths"), ("--out", "/dev/null/x")],
+)
+def test_a_flag_out_of_range_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: tuple[str, str]
+) -> None:
+    (tmp_path / "cells.yaml").write_text(CELLS)
+    argv = ["--cells", str(tmp_path / "cells.yaml"), "--out", str(tmp_path / "out.json"), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["warm", *argv, "--budget-s", "0", *flags])
+    assert main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")

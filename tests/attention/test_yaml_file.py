@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from attention.errors import UserError, shown
-from attention.yaml_file import read_yaml
+from attention.yaml_file import read_json, read_yaml
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{key}: &{key} [{', '.join(['*' + before] * 9)}]\n" for before, key in zip("abcdefghi", "bcdefghij", strict=True)
@@ -52,6 +52,26 @@ def test_a_value_is_shown_in_short_however_large_it_is(tmp_path: Path) -> None:
     assert len(shown("x" * 10**6)) < 200
     assert shown(10**5000) == "a int too long to show"
     assert shown("cpu") == "'cpu'"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[" * 100_000, b"9" * 5000, b"{", b"\xff\xfe\x00\x81", b'{"a": 1, "b": 2, "a": 3}', None],
+    ids=lambda content: str(content)[:24],
+)
+def test_whatever_is_no_json_is_one_line_that_names_the_file(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "mine.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=r"mine\.json: (not JSON|cannot be read)") as raised:
+        read_json(path)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 1000
+
+
+def test_json_may_come_with_a_mark_or_in_utf_16(tmp_path: Path) -> None:
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        (tmp_path / "a.json").write_text('{"gpu": "H200\u2028"}', encoding=encoding)
+        assert read_json(tmp_path / "a.json") == {"gpu": "H200\u2028"}
 
 
 def test_anchors_and_merges_may_be_used_twice_and_overridden(tmp_path: Path) -> None:

@@ -1,0 +1,20 @@
+"""Numbers that a person gives a flag: one out of range is one line, before any work."""
+
+from __future__ import annotations
+
+from attention.errors import UserError
+
+_LONGEST_S = 1e9  # a lock of Python's waits for little more
+
+
+def check_count(flag: str, value: int | None) -> None:
+    """UserError for a number below 1; None is a flag that was not given."""
+    if value is not None and value < 1:
+        raise UserError(f"{flag} {value}: use a whole number, at least 1")
+
+
+def check_seconds(flag: str, value: float | None, *, or_none: bool = False) -> None:
+    """UserError for what is no time to wait: not above 0 (`or_none`: 0 too is one), infinite or no number."""
+    if value is None or 0 < value <= _LONGEST_S or (or_none and value == 0):
+        return
+    raise UserError(f"{flag} {value:g}: use seconds, {'0 or more' if or_none else 'above 0'}, at most {_LONGEST_S:g}")

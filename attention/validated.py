@@ -1,0 +1,40 @@
+"""Documents that people write, as their models: whatever is wrong with one is a UserError of one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from attention.errors import UserError, nearest, shown
+
+_Kind = TypeVar("_Kind", bound=BaseModel)
+
+
+def validated(kind: type[_Kind], document: Any, where: object, known: Iterable[str] = ()) -> _Kind:
+    """The document as its model. UserError: `where` (the file), the key and the problem, as `problem` says it."""
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        raise UserError(f"{where}: {problem(error, known)}") from error
+
+
+def problem(error: ValidationError, known: Iterable[str] = ()) -> str:
+    """First finding of a validation as `key: problem`, with near names among `known` for an unknown key.
+
+    An unknown key goes first: a mistyped key is also a missing one.
+    """
+    found = error.errors(include_url=False)
+    first = next((e for e in found if e["type"] == "extra_forbidden"), found[0])
+    key = ".".join(str(part) or "''" for part in first["loc"])
+    where = f"{key}: " if key else ""
+    if first["type"] == "extra_forbidden":
+        names = tuple(known)
+        return f"{where}unknown key" + (f"; {nearest(str(first['loc'][-1]), names)}" if names else "")
+    if first["type"] == "missing":
+        return f"{where}this key is missing"
+    text = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error" and isinstance(first["input"], dict):
+        return f"{where}{text}"  # of keys together, which the text names
+    return f"{where}{text} (got {shown(first['input'])})"
