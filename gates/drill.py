@@ -1,12 +1,13 @@
-"""Gate of the drill: does the tensor layer catch every fault that changes an answer, and no sound kernel?
+"""Gate of the drill: does every layer catch the faults that it is there for, and nothing sound?
 
-Checks are the expectations of the replay gate's own suites, bounded by its own limits, so that a limit or an
+Tensor checks are the expectations of the replay gate's own suites, bounded by its own limits, so that a limit or an
 expectation that is taken out there is missed here. Great Expectations takes tens of milliseconds a frame and a drill
-has thousands: `tripped` does the comparison itself, and a test holds it to `evaluate()`.
+has thousands: `tripped` does the comparison itself, and a test holds it to `evaluate()`. What a whole release shows is
+judged by the gates' own `judge` (tasks/drill_release.py); its outcomes are counted here.
 
-A run is what a replay sees of one candidate: all kinds of inputs of one draw together, judged by its worst row, as
-gates/replay.py judges a dtype class. A fault counts unless it is a no-op: injected into the float64 oracle it changes
-neither output nor LSE beyond the class's own error, makes nothing non-finite and gives equal repeats.
+A run is what a replay sees of one candidate: all kinds of inputs of one draw together, judged as gates/replay.py judges
+a dtype class. A fault counts unless it is a no-op: injected into the float64 oracle it changes neither output nor LSE
+beyond the class's own error, and makes nothing non-finite.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from functools import lru_cache
 from itertools import groupby
 
 from attention.drill.rows import Figures, Row
-from attention.errors import UserError, nearest
 from gates.evaluate import Expectation, load_suite
 from gates.thresholds import Limits, load_limits
 
-SUITES = ("replay_tensor", "replay_lse", "drill_repeat")
+SUITES = ("replay_tensor", "replay_lse")
 PLAN = "full"
 OURS = "ours"
 
@@ -38,23 +38,24 @@ class Single:
 
 @dataclass(frozen=True)
 class Run:
-    """One candidate's replay of one draw: which checks tripped, and what each published rule said.
+    """One candidate's replay: which checks tripped, and which published rules reject it (None: they judge none).
 
-    `no_op` is False for what is sound; `singles` are the problems in it that the fault changes.
+    `kind` is the fault, None for what is sound; `no_op` is False for that. `singles` are the problems in it that the
+    fault changes.
     """
 
-    role: str
+    kind: str | None
     subject: str
     where: str
     no_op: bool
     tripped: tuple[str, ...]
-    published: tuple[str, ...]
+    published: tuple[str, ...] | None = ()
     singles: tuple[Single, ...] = ()
 
 
 @lru_cache
 def expectations() -> tuple[Expectation, ...]:
-    """Every expectation of the tensor layer that can fail a release; recorded ones cannot."""
+    """Every expectation of the tensor layer's figures that can fail a release; recorded ones cannot."""
     found = tuple(e for name in SUITES for e in load_suite(name).expectations if e.severity == "critical")
     for one in found:
         if one.direction != "max" or len(one.parameters) != 1:
@@ -62,27 +63,35 @@ def expectations() -> tuple[Expectation, ...]:
     return found
 
 
-def checks(without: str | None = None) -> tuple[str, ...]:
-    """Names of the checks, less the one left out. Raises UserError for a name that is none."""
-    names = tuple(dict.fromkeys(one.meta.check for one in expectations()))
-    if without is not None and without not in names:
-        raise UserError(f"--without {without}: no such check; {nearest(without, names)}")
-    return tuple(name for name in names if name != without)
+def checks() -> tuple[str, ...]:
+    """Names of the tensor layer's checks of figures."""
+    return tuple(dict.fromkeys(_name(one) for one in expectations()))
 
 
-def tripped(figures: Sequence[Figures], limits: Limits, asked: Sequence[str]) -> tuple[str, ...]:
-    """Names of the checks that the worst of some figures fails. No figure at all, or a NaN, is a failure.
+def _name(one: Expectation) -> str:
+    return f"tensor.{one.meta.check}"
+
+
+def tripped(figures: Sequence[Figures], limits: Limits, without: str | None = None) -> tuple[str, ...]:
+    """Names of the checks that some figures together fail. No figure at all, or a NaN, is a failure.
 
     One exception, that of gates/replay.py: a backend that never gives an LSE has none to judge.
     """
     found = []
     for one in expectations():
-        values = [value for value in (getattr(f, one.column) for f in figures) if value is not None]
+        values = _column(figures, one.column)
         held = all(value <= limits.value(one.parameters[0]) for value in values)
-        absent = not values and one.meta.check != "lse"
-        if one.meta.check in asked and (absent or not held):
-            found.append(one.meta.check)
+        absent = not values and one.column != "lse"
+        if _name(one) != without and (absent or not held):
+            found.append(_name(one))
     return tuple(found)
+
+
+def _column(figures: Sequence[Figures], column: str) -> list[float]:
+    """Figures of one column of the gate's frame; `r_pooled` is one of all problems together."""
+    if column == "r_pooled":
+        return [math.sqrt(sum(one.r_rms**2 for one in figures) / len(figures))] if figures else []
+    return [value for value in (getattr(one, column) for one in figures) if value is not None]
 
 
 def is_no_op(rows: Sequence[Row], limit: float) -> bool:
@@ -96,35 +105,44 @@ def _changes(row: Row, limit: float) -> bool:
         return False
     ratios = (effect.r_rms, effect.r_max, effect.r_row, row.lse_effect)
     # A NaN is a change: it is no number within the limit.
-    return bool(effect.num_masks or effect.num_changed) or not all(ratio <= limit for ratio in ratios)
+    return bool(effect.num_masks) or not all(ratio <= limit for ratio in ratios)
 
 
 def runs(rows: Iterable[Row], without: str | None = None) -> list[Run]:
     """Rows of one draw or more as judged runs, in the order of the rows."""
-    asked, effect = checks(without), load_limits("drill", PLAN).value("effect")
+    effect = load_limits("drill", PLAN).value("effect")
     ordered = sorted(rows, key=lambda row: row.run)
-    return [_judged(list(group), asked, effect) for _, group in groupby(ordered, key=lambda row: row.run)]
+    return [_judged(list(group), without, effect) for _, group in groupby(ordered, key=lambda row: row.run)]
 
 
-def _judged(rows: list[Row], asked: Sequence[str], effect: float) -> Run:
+def _judged(rows: list[Row], without: str | None, effect: float) -> Run:
     first = rows[0]
     limits = load_limits("replay", PLAN).of_class(first.dtype)
     changing = [row for row in rows if _changes(row, effect)]
+    found = tripped([row.figures for row in rows if row.figures is not None], limits, without)
     return Run(
-        role=first.role,
+        kind=first.kind,
         subject=first.subject,
         where=f"{first.dtype} {first.phase} {first.batch} {first.layout} {first.feature} seed {first.seed}",
-        no_op=first.role == "fault" and not changing,
-        tripped=tripped([row.figures for row in rows], limits, asked),
-        published=tuple(rule for rule in first.published if any(row.published[rule] for row in rows)),
-        singles=tuple(_single(row, limits, asked) for row in changing),
+        no_op=first.kind is not None and not changing,
+        tripped=found + _not_run(rows),
+        published=tuple(sorted({rule for row in rows for rule, rejects in row.published.items() if rejects})),
+        singles=tuple(_single(row, limits, without) for row in changing),
     )
 
 
-def _single(row: Row, limits: Limits, asked: Sequence[str]) -> Single:
-    # Where a problem was called once, there is no repeat to judge; the run has one.
-    mine = [name for name in asked if name != "repeat" or row.figures.num_changed is not None]
-    ours = (OURS,) if tripped([row.figures], limits, mine) else ()
+def _not_run(rows: Sequence[Row]) -> tuple[str, ...]:
+    """What the replay gate's `errors` and `confirmed` say: a call that raised, and another kernel than was asked."""
+    found = []
+    if any(row.error is not None for row in rows):
+        found.append("tensor.errors")
+    if any(row.confirmed not in (None, row.backend) for row in rows):
+        found.append("tensor.confirmed")
+    return tuple(found)
+
+
+def _single(row: Row, limits: Limits, without: str | None) -> Single:
+    ours = (OURS,) if tripped([] if row.figures is None else [row.figures], limits, without) else ()
     return Single(row.inputs, (*ours, *(rule for rule, rejects in row.published.items() if rejects)))
 
 
@@ -135,9 +153,17 @@ def singles(found: Sequence[Run], judges: Sequence[str], inputs: str | None = No
 
 
 @dataclass(frozen=True)
+class Expected:
+    """A kind of fault by name, and the check that must catch it: `layer.check`."""
+
+    kind: str
+    check: str
+
+
+@dataclass(frozen=True)
 class KindResult:
     """All runs of one kind of fault. `caught` by the check that the kind names, `escaped` it; `tripped` counts the
-    effective runs that each check trips."""
+    effective runs that each check trips, `published` those that each rule rejects (empty where they judge nothing)."""
 
     kind: str
     check: str
@@ -160,31 +186,37 @@ class BenignResult:
     named: tuple[str, ...]
 
 
-def kind_result(kind: str, check: str, found: Sequence[Run], rules: Sequence[str]) -> KindResult:
-    mine = [run for run in found if run.role == "fault" and run.subject == kind]
+def kind_result(expected: Expected, found: Sequence[Run], rules: Sequence[str]) -> KindResult:
+    mine = [run for run in found if run.kind == expected.kind]
     effective = [run for run in mine if not run.no_op]
-    missed = [run for run in effective if check not in run.tripped]
-    escaped = tuple(f"{run.where}: tripped {', '.join(run.tripped) or 'nothing'}" for run in missed)
+    missed = [run for run in effective if expected.check not in run.tripped]
+    escaped = tuple(f"{run.subject}, {run.where}: tripped {', '.join(run.tripped) or 'nothing'}" for run in missed)
     return KindResult(
-        kind=kind,
-        check=check,
+        kind=expected.kind,
+        check=expected.check,
         effective=len(effective),
         no_ops=len(mine) - len(effective),
         caught=len(effective) - len(escaped),
-        tripped={name: sum(name in run.tripped for run in effective) for name in checks()},
-        published={rule: sum(rule in run.published for run in effective) for rule in rules},
+        tripped=dict(Counter(name for run in effective for name in run.tripped)),
+        published=_rejected(mine, effective, rules),
         escaped=escaped,
     )
 
 
+def _rejected(mine: Sequence[Run], counted: Sequence[Run], rules: Sequence[str]) -> dict[str, int]:
+    if any(run.published is None for run in mine):
+        return {}
+    return {rule: sum(rule in (run.published or ()) for run in counted) for rule in rules}
+
+
 def benign_result(found: Sequence[Run], rules: Sequence[str]) -> BenignResult:
-    mine = [run for run in found if run.role == "benign"]
+    mine = [run for run in found if run.kind is None]
     alarms = [run for run in mine if run.tripped]
     return BenignResult(
         num_runs=len(mine),
         subjects=dict(Counter(run.subject for run in mine)),
         false_alarms=len(alarms),
-        published={rule: sum(rule in run.published for run in mine) for rule in rules},
+        published={rule: sum(rule in (run.published or ()) for run in mine) for rule in rules},
         named=tuple(f"{run.subject}, {run.where}: {', '.join(run.tripped)}" for run in alarms),
     )
 

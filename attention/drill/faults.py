@@ -164,7 +164,7 @@ def one_element_off(written: Written, scene: Scene) -> Written:
 
 def lse_in_base2(written: Written, scene: Scene) -> Written:
     """The output is right; the LSE is returned as FlashInfer's native kernels give it."""
-    return replace(written, lse_TH=written.lse_TH / math.log(2))
+    return replace(written, lse_TH=None if written.lse_TH is None else written.lse_TH / math.log(2))
 
 
 def _last_tile(out_THD: torch.Tensor) -> int:

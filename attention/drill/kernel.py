@@ -32,10 +32,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Written:
-    """What a kernel leaves in memory: out_THD in the dtype, lse_TH natural, float32."""
+    """What a kernel leaves in memory: out_THD in the dtype; lse_TH natural, float32, None where it gives none."""
 
     out_THD: torch.Tensor
-    lse_TH: torch.Tensor
+    lse_TH: torch.Tensor | None
 
 
 Reader = Callable[[Read, Member], Read]
@@ -62,6 +62,11 @@ class Fault:
     variant: Variant | None = None
     race: bool = False  # every other call takes the blocks in another order
 
+    @property
+    def outside(self) -> bool:
+        """Whether it sits in the arguments or in the output alone, so that it goes around any backend."""
+        return self.reader is None and self.defects == RIGHT and self.variant is None and not self.race
+
 
 SOUND = Fault()
 _USUAL = Variant()
@@ -81,9 +86,20 @@ def run(
     if fault.race and call % 2:
         variant = replace(variant, reverse=not variant.reverse)
     written = _computed(problem, numbers, seed, variant, fault)
-    if fault.writer is not None:
-        written = fault.writer(written, Scene(problem, seed, lambda: _before(problem, numbers, seed, variant)))
-    return written
+
+    def before(q_THD: torch.Tensor) -> torch.Tensor:
+        return _computed(replace(problem, q_THD=q_THD), numbers, seed, variant, SOUND).out_THD
+
+    return spoilt(written, problem, seed, fault, before)
+
+
+def spoilt(
+    written: Written, problem: Problem, seed: int, fault: Fault, before: Callable[[torch.Tensor], torch.Tensor]
+) -> Written:
+    """What a fault of writing leaves of an output; `before` computes the step before from its queries q_THD."""
+    if fault.writer is None:
+        return written
+    return fault.writer(written, Scene(problem, seed, lambda: before(_other_queries(problem, seed))))
 
 
 def _computed(problem: Problem, numbers: Numbers, seed: int, variant: Variant, fault: Fault) -> Written:
@@ -118,8 +134,7 @@ def _read(problem: Problem, index: int, q_QHD: torch.Tensor, spec: AttentionSpec
     return Read(q_QHD, k[:, heads], v[:, heads], allowed, torch.arange(kv_len - q_len, kv_len), spec)
 
 
-def _before(problem: Problem, numbers: Numbers, seed: int, variant: Variant) -> torch.Tensor:
-    """Output of the step before: the same cache, other queries."""
+def _other_queries(problem: Problem, seed: int) -> torch.Tensor:
+    """Queries [T, H, D] of the step before, over the same cache."""
     generator = torch.Generator().manual_seed(seed + 1)
-    q_THD = torch.randn(problem.q_THD.shape, generator=generator).to(problem.q_THD.dtype)
-    return _computed(replace(problem, q_THD=q_THD), numbers, seed, variant, SOUND).out_THD
+    return torch.randn(problem.q_THD.shape, generator=generator).to(problem.q_THD.dtype)

@@ -1,22 +1,18 @@
-"""Every kind of fault: what goes wrong, on which cases it can show, and the layer and check that must catch it.
+"""Every kind of fault that one attention problem shows: what goes wrong, on which cases, and which check must catch it.
 
-Check names are those of the replay gate's suites (gates/suites/replay_tensor.yaml, replay_lse.yaml,
-drill_repeat.yaml). A kind whose fault sits in how layers are wired shows in no single tensor problem; it is listed
-with the layer that must catch it and is not run here.
+The layer is the tensor layer; check names are those of gates/suites/replay_tensor.yaml and replay_lse.yaml. What shows
+only in a whole model, in repeats or in the evidence itself: `attention.drill.whole` and tasks/drill_release.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from attention.drill import faults
 from attention.drill.emulator import Defects, Variant
 from attention.drill.kernel import Fault
-
-Layer = Literal["tensor", "model"]
 
 #: Features of the cases that kinds and sound variants run on: changes to a case of plain causal GQA.
 FEATURES: dict[str, dict[str, object]] = {
@@ -39,17 +35,6 @@ class Kind:
     fault: Fault
     check: str
     feature: str = "plain"
-    layer: Layer = "tensor"
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """A kind that only another layer can see."""
-
-    name: str
-    what: str
-    layer: Layer
-    check: str
 
 
 _SPLIT = Variant(block=64, splits=4)
@@ -120,16 +105,10 @@ KINDS: tuple[Kind, ...] = (
         "bf16_accumulation",
         "the accumulator is bfloat16, rounded every 16 keys",
         Fault(defects=Defects(accumulate=torch.bfloat16), variant=Variant(block=16)),
-        "r_row",
+        "r_pooled",
     ),
     Kind("padding_leak", "the slot after the last key is read", Fault(reader=faults.slot_leaks), "r_row"),
     Kind("nan_in_one_row", "one row of the output is NaN", Fault(writer=faults.row_of_nan), "finite"),
-    Kind(
-        "non_determinism",
-        "every other call takes the blocks in another order",
-        Fault(race=True, variant=Variant(block=16)),
-        "repeat",
-    ),
     Kind("zeros", "the last tile of queries is never written: zeros", Fault(writer=faults.rows_of_zeros), "r_row"),
     Kind(
         "stale_output",
@@ -141,8 +120,5 @@ KINDS: tuple[Kind, ...] = (
     Kind("wrong_row", "one row in a thousand is another head's", Fault(writer=faults.wrong_rows), "r_row"),
 )
 
-ELSEWHERE: tuple[Elsewhere, ...] = (
-    Elsewhere("gqa_map_wrong_in_one_layer", "one layer of thirty is planned with another GQA map", "model", "kl_mean"),
-    Elsewhere("position_off_by_one", "rotary positions of decode start one token late", "model", "kl_mean"),
-    Elsewhere("cache_write_lost", "a step's keys are written to another member's page", "model", "flip_margin"),
-)
+#: Runs on every call with the same inputs; what a repeat shows is the probe `repeatability` (attention.drill.whole).
+RACE = Fault(race=True, variant=Variant(block=16))

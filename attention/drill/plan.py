@@ -1,28 +1,63 @@
-"""Which problems a drill draws: dtypes x phases x layouts, and how many of each."""
+"""Which problems a drill draws, who computes them, and into whom faults go: data in attention/drill/plans."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from attention.cases import AttentionCase, DType, Layout, Phase
 from attention.drill.emulator import Variant
 from attention.drill.kinds import FEATURES
+from attention.errors import UserError, is_file, nearest
+from attention.validated import validated
+from attention.yaml_file import read_yaml
 
-HEADS_Q, HEADS_KV, HEAD_DIM, PAGE = 6, 2, 64, 16
+FOLDER = Path(__file__).parent / "plans"
 
 
-@dataclass(frozen=True)
-class DrillPlan:
-    """How much a drill runs. Two members of unlike length a batch: a kernel may read past the shorter one."""
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    dtypes: tuple[DType, ...]
-    shapes: tuple[tuple[Phase, str], ...]
-    layouts: tuple[Layout, ...]
-    variants: tuple[Variant, ...]
-    repeats: int  # draws of each case
+
+class Shape(_Strict):
+    """A phase and a batch of it. Two members of unlike length: a kernel may read past the shorter one."""
+
+    phase: Phase
+    batch: str
+
+
+class WholePlan(_Strict):
+    """How much of a release is recorded, for faults that only a whole model or its evidence shows."""
+
+    model: str  # a folder of data/models
+    prompts: int = Field(ge=1)  # of the golden set, drawn with the seed; teacher-forced
+    tokens: int = Field(ge=8)  # kept of each
+    decode_tokens: int = Field(ge=1)  # of these, forced one by one
+    golden_prompts: int = Field(ge=1)  # answered
+    answer_tokens: int = Field(ge=1)
+
+
+class DrillPlan(_Strict):
+    """How much a drill runs."""
+
+    device: str = "cpu"
+    heads_q: int = Field(ge=1)
+    heads_kv: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    page_size: int = Field(ge=1)
+    dtypes: tuple[DType, ...] = Field(min_length=1)
+    shapes: tuple[Shape, ...] = Field(min_length=1)
+    layouts: tuple[Layout, ...] = Field(min_length=1)
+    variants: tuple[Variant, ...] = ()  # sound pseudo-kernels
+    backends: tuple[str, ...] = ()  # sound backends
+    faulted: tuple[str, ...] = Field(min_length=1)  # who gets the faults: `emulated`, or backends
+    repeats: int = Field(default=1, ge=1)  # draws of each case
+    whole: WholePlan | None = None  # None: tensors alone
 
 
 @dataclass(frozen=True)
@@ -35,17 +70,17 @@ class Draw:
     layout: Layout
     seed: int
 
-    def case(self, feature: str) -> AttentionCase:
+    def case(self, feature: str, plan: DrillPlan) -> AttentionCase:
         fields: dict[str, Any] = {
             "phase": self.phase,
             "batch": self.batch,
-            "heads_q": HEADS_Q,
-            "heads_kv": HEADS_KV,
-            "head_dim_qk": HEAD_DIM,
-            "head_dim_vo": HEAD_DIM,
+            "heads_q": plan.heads_q,
+            "heads_kv": plan.heads_kv,
+            "head_dim_qk": plan.head_dim,
+            "head_dim_vo": plan.head_dim,
             "dtype": self.dtype,
             "layout": self.layout,
-            "page_size": PAGE if self.layout.startswith("paged") else None,
+            "page_size": plan.page_size if self.layout.startswith("paged") else None,
         }
         return AttentionCase.model_validate({**fields, **FEATURES[feature]})
 
@@ -53,43 +88,13 @@ class Draw:
         return f"{self.dtype} {self.phase} {self.batch} {self.layout} seed {self.seed}"
 
 
-# Each has a member of 130 keys or more, on purpose: the limits do not see everything below. A bfloat16 accumulator
-# over 33 keys moves rows by one to two of the class's own errors, under R_row's limit of 2 (12 draws of
-# prefill q33_q17 in bfloat16: 12 changed the oracle, R_row caught 0 and any check 4; of q70_q33 R_row caught 9).
-_SMALL_SHAPES: tuple[tuple[Phase, str], ...] = (
-    ("prefill", "q130_q33"),
-    ("decode", "q1s300_q1s65"),
-    ("extend", "q16s144_q5s90"),
-)
-_VARIANTS = (
-    Variant(64),
-    Variant(128),
-    Variant(16, reverse=True),
-    Variant(64, splits=3),
-    Variant(32, splits=8),
-)
-
-SMALL = DrillPlan(
-    dtypes=("bfloat16", "float32"),
-    shapes=_SMALL_SHAPES,
-    layouts=("paged_nhd", "ragged"),
-    variants=_VARIANTS[1:],
-    repeats=1,
-)
-FULL = DrillPlan(
-    dtypes=("bfloat16", "float16", "float32"),
-    shapes=(
-        ("prefill", "q130_q33"),
-        ("prefill", "q257_q64"),
-        ("decode", "q1s300_q1s65"),
-        ("decode", "q1s4k_q1s63"),
-        ("extend", "q16s144_q5s90"),
-        ("extend", "q48s49_q17s300"),
-    ),
-    layouts=("paged_nhd", "paged_hnd", "ragged", "contiguous"),
-    variants=_VARIANTS,
-    repeats=1,
-)
+def load_plan(name: str) -> DrillPlan:
+    """A plan by name (attention/drill/plans/<name>.yaml) or by path. Raises UserError with what is wrong where."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+    if not is_file(path):
+        known = sorted(p.stem for p in FOLDER.glob("*.yaml"))
+        raise UserError(f"drill plan {name!r}: no file {path}; {nearest(name, known)}")
+    return validated(DrillPlan, read_yaml(path), path, DrillPlan.model_fields)
 
 
 def draws(plan: DrillPlan, seed: int) -> Iterator[Draw]:
@@ -97,6 +102,6 @@ def draws(plan: DrillPlan, seed: int) -> Iterator[Draw]:
     generator = random.Random(seed)  # noqa: S311 - repeatable, no secret
     for _ in range(plan.repeats):
         for dtype in plan.dtypes:
-            for phase, batch in plan.shapes:
+            for shape in plan.shapes:
                 for layout in plan.layouts:
-                    yield Draw(dtype, phase, batch, layout, generator.randrange(1 << 31))
+                    yield Draw(dtype, shape.phase, shape.batch, layout, generator.randrange(1 << 31))

@@ -1,35 +1,29 @@
-"""One draw of a drill: every kind of fault and every sound variant on its problems, as rows."""
+"""One draw of a drill: every kind of fault and everything sound on its problems, as rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
-from attention.backends import create
 from attention.backends.oracle import Truth
 from attention.cases import REPLAY_INPUTS, Inputs
+from attention.drill.backends import can_run, run_around
 from attention.drill.emulator import EXACT, Variant, kernel_numbers
 from attention.drill.kernel import SOUND, Fault, Written, run
 from attention.drill.kinds import FEATURES, KINDS, Kind
-from attention.drill.plan import Draw
+from attention.drill.plan import Draw, DrillPlan
 from attention.drill.published import eager, exceeded
-from attention.drill.rows import Figures, Row
+from attention.drill.rows import EMULATED, Figures, Row
 from attention.replay.figures import compare
 from attention.replay.problems import Problem, make
 
-BACKENDS = ("torch_sdpa:flash", "torch_sdpa:math")
-
-#: The inputs on which every call is made twice, once a run: repeats are equal or not whatever the numbers are.
-REPEATED: Inputs = "normal"
-
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """One thread for torch: the tensors are small, and a seed gives the same bits on any number of cores."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -39,96 +33,108 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def rows_of(draw: Draw, variants: tuple[Variant, ...], kinds: tuple[Kind, ...] = KINDS) -> Iterator[Row]:
+def rows_of(draw: Draw, plan: DrillPlan, kinds: tuple[Kind, ...] = KINDS) -> Iterator[Row]:
     """All rows of a draw."""
-    with torch.inference_mode(), _one_thread():
+    with torch.inference_mode(), one_thread():
         for inputs in REPLAY_INPUTS:
             for feature in FEATURES:
-                yield from _feature_rows(draw, feature, inputs, variants, kinds)
+                problem = make(draw.case(feature, plan), inputs, draw.seed)
+                scene = _Scene(draw, plan, feature, inputs, problem, eager(problem))
+                yield from scene.sound()
+                for kind in kinds:
+                    if kind.feature == feature:
+                        yield from scene.faulty(kind)
 
 
-def _feature_rows(
-    draw: Draw, feature: str, inputs: Inputs, variants: tuple[Variant, ...], kinds: tuple[Kind, ...]
-) -> Iterator[Row]:
-    case = draw.case(feature)
-    problem = make(case, inputs, draw.seed)
-    reference = eager(problem)
-    fixed: dict[str, Any] = {**vars(draw), "feature": feature, "inputs": inputs}
-    num_calls = 2 if inputs == REPEATED else 1
+@dataclass(frozen=True)
+class _Scene:
+    """One problem of a draw, with eager attention's output for the published rules."""
 
-    def row(role: str, subject: str, calls: list[Written], **more: Any) -> Row:
-        out = calls[0].out_THD
-        published = exceeded(out, reference, problem)
+    draw: Draw
+    plan: DrillPlan
+    feature: str
+    inputs: Inputs
+    problem: Problem
+    eager_THD: torch.Tensor
+
+    def sound(self) -> Iterator[Row]:
+        for variant in self.plan.variants:
+            yield self._row(None, EMULATED, self._emulated(variant, SOUND), variant=str(variant))
+        for name in self.plan.backends:
+            if can_run(name, self.problem, SOUND, self.plan.device):
+                yield self._around(None, name, SOUND)
+
+    def faulty(self, kind: Kind) -> Iterator[Row]:
+        names = [name for name in self.plan.faulted if name == EMULATED or self._can_carry(name, kind.fault)]
+        if not names:
+            return
+        effect, lse_effect = effect_of(self.problem, kind.fault, self.draw.seed)
+        for name in names:
+            if name == EMULATED:
+                row = self._row(kind, name, self._emulated(Variant(), kind.fault))
+            else:
+                row = self._around(kind, name, kind.fault)
+            # A fault of an LSE does not exist where a backend gives none.
+            if kind.check != "lse" or row.figures is None or row.figures.lse is not None:
+                yield replace(row, effect=effect, lse_effect=lse_effect)
+
+    def _can_carry(self, name: str, fault: Fault) -> bool:
+        return can_run(name, self.problem, fault, self.plan.device)
+
+    def _emulated(self, variant: Variant, fault: Fault) -> Written:
+        numbers = kernel_numbers(self.problem.spec.dtype)
+        return run(self.problem, numbers, seed=self.draw.seed, variant=variant, fault=fault)
+
+    def _around(self, kind: Kind | None, name: str, fault: Fault) -> Row:
+        try:
+            written, confirmed = run_around(name, self.problem, fault, self.draw.seed, self.plan.device)
+        except Exception as error:  # a call that raises is a row, never the end of the run
+            return self._row(kind, name, None, error=f"{type(error).__name__}: {error}"[:500])
+        return self._row(kind, name, written, confirmed=confirmed)
+
+    def _row(
+        self,
+        kind: Kind | None,
+        backend: str,
+        written: Written | None,
+        *,
+        variant: str = "",
+        confirmed: str | None = None,
+        error: str | None = None,
+    ) -> Row:
+        problem = self.problem
         return Row(
-            role=role,  # type: ignore[arg-type]
-            subject=subject,
-            figures=figures_of(calls, problem.truth, problem.spec.dtype),
-            published=published,
-            **fixed,
-            **more,
+            kind=None if kind is None else kind.name,
+            backend=backend,
+            variant=variant,
+            confirmed=confirmed,
+            feature=self.feature,
+            inputs=self.inputs,
+            **vars(self.draw),
+            figures=None if written is None else figures_of(written, problem.truth, problem.spec.dtype),
+            published={} if written is None else exceeded(written.out_THD, self.eager_THD, problem),
+            error=error,
         )
 
-    for variant in variants:
-        yield row("benign", f"emulated, {variant}", _emulated(problem, num_calls, draw.seed, variant, SOUND))
-    for name in BACKENDS:
-        backend = create(name)
-        if not backend.check(case):
-            planned = backend.plan(problem.batch, problem.spec)
-            calls = [_written(planned.run(problem.q_THD, problem.k, problem.v)) for _ in range(num_calls)]
-            yield row("benign", name, calls)
-    for kind in kinds:
-        if kind.feature == feature:
-            effect, lse_effect = effect_of(problem, num_calls, kind.fault, draw.seed)
-            calls = _emulated(problem, num_calls, draw.seed, Variant(), kind.fault)
-            yield row("fault", kind.name, calls, effect=effect, lse_effect=lse_effect)
+
+def figures_of(written: Written, truth: Truth, dtype: torch.dtype) -> Figures:
+    """What the checks read of an output."""
+    found = compare(written.out_THD, written.lse_TH, truth, dtype)
+    lse = found.lse_max_abs
+    if not found.finite_mask_equal and written.lse_TH is not None:
+        lse = math.nan
+    return Figures(0.0 if found.finite_mask_equal else 1.0, found.r_rms, found.r_max, found.r_row, lse)
 
 
-def _emulated(problem: Problem, num_calls: int, seed: int, variant: Variant, fault: Fault) -> list[Written]:
-    numbers = kernel_numbers(problem.spec.dtype)
-    return [run(problem, numbers, seed=seed, variant=variant, fault=fault, call=call) for call in range(num_calls)]
-
-
-def _written(result: tuple[torch.Tensor, torch.Tensor | None]) -> Written:
-    out, lse = result
-    return Written(out, torch.full(out.shape[:2], math.nan) if lse is None else lse)
-
-
-def figures_of(calls: list[Written], truth: Truth, dtype: torch.dtype) -> Figures:
-    """What the checks read of the first call's output, and how many of the others gave other bits."""
-    first, *others = calls
-    has_lse = not bool(first.lse_TH.isnan().all())
-    found = compare(first.out_THD, first.lse_TH if has_lse else None, truth, dtype)
-    return Figures(
-        num_masks=0.0 if found.finite_mask_equal else 1.0,
-        r_rms=found.r_rms,
-        r_max=found.r_max,
-        r_row=found.r_row,
-        lse=found.lse_max_abs if found.finite_mask_equal else (math.nan if has_lse else None),
-        num_changed=float(sum(not _same(first, other) for other in others)) if others else None,
-    )
-
-
-def _same(one: Written, other: Written) -> bool:
-    return _same_bits(one.out_THD, other.out_THD) and _same_bits(one.lse_TH, other.lse_TH)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """NaN equals NaN here: a NaN is no change from call to call."""
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def effect_of(problem: Problem, num_calls: int, fault: Fault, seed: int) -> tuple[Figures, float]:
+def effect_of(problem: Problem, fault: Fault, seed: int) -> tuple[Figures, float]:
     """What the fault changes in the float64 oracle, and its change of the LSE over the class's own error.
 
     The class's own error of an LSE: half an ulp of the float32 in which it is returned, or what half an ulp of the
     dtype is as a change of every weight, whichever is larger.
     """
     exact = replace(problem, q_THD=problem.q_THD.double())
-    # What is no race gives float64's own bits again.
-    num_calls = num_calls if fault.race else 1
-    calls = [run(exact, EXACT, seed=seed, fault=fault, call=call) for call in range(num_calls)]
     dtype = problem.spec.dtype
-    found = figures_of(calls, problem.truth, dtype)
+    found = figures_of(run(exact, EXACT, seed=seed, fault=fault), problem.truth, dtype)
     size = float(problem.truth.lse_QH.nan_to_num(neginf=0.0).abs().max())
     own = max(torch.finfo(torch.float32).eps / 2 * size, torch.finfo(dtype).eps / 2)
     return found, math.nan if found.lse is None else found.lse / own
