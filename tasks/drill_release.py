@@ -71,7 +71,7 @@ def expected(plan: DrillPlan) -> tuple[gate.Expected, ...]:
     from attention.drill.whole import MIXED, model_kinds
 
     whole = _whole(plan)
-    kinds: list[Any] = [*model_kinds(_specs(whole)[0]), MIXED, *EVIDENCE_KINDS]
+    kinds: list[Any] = [*model_kinds(_specs(whole)), MIXED, *EVIDENCE_KINDS]
     return (*(gate.Expected(k.name, k.check) for k in kinds), gate.Expected(NON_DETERMINISM, "probe.executed"))
 
 
@@ -142,7 +142,7 @@ class _Session:
     def _model_faults(self, subject: str) -> Iterator[tuple[str | None, str, bool, Release]]:
         from attention.drill.whole import model_kinds
 
-        for kind in model_kinds(_specs(self._whole)[0]):
+        for kind in model_kinds(_specs(self._whole)):
             no_op = self._recorder.effect(kind.fault) <= 1.0
             rows = self._model_rows(self._recorder.candidate_rows(kind.fault))
             yield kind.name, subject, no_op, self._with("model_replay", rows)

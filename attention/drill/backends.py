@@ -5,6 +5,7 @@ Problems and outputs are on the CPU; a real backend gets copies on its device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,25 +28,42 @@ def can_run(name: str, problem: Problem, fault: Fault, device: str) -> bool:
     return fault.outside and not any(backend.check(case_of(batch, one)) for one in specs)
 
 
-def run_around(name: str, problem: Problem, fault: Fault, seed: int, device: str) -> tuple[Written, str]:
-    """A backend's own run with a fault around it: what it left in memory, and what the execution layer says ran."""
+def run_sound(name: str, problem: Problem, device: str) -> tuple[Written, str]:
+    """A backend's own run: what it left in memory, and what the execution layer says ran."""
+    call = _planned(name, problem, problem.spec, problem.q_THD, device)
+    result, confirmed = confirm.watch(call, device=device)
+    return _written(result), confirmed
+
+
+def run_around(name: str, problem: Problem, fault: Fault, seed: int, device: str) -> Written:
+    """A backend's own run with a fault around it. What ran is not asked again: a profile takes longer than the call."""
     spec = problem.spec if fault.misread is None else fault.misread(problem.spec)
-    written, confirmed = _call(name, problem, spec, problem.q_THD, device)
 
     def before(q_THD: torch.Tensor) -> torch.Tensor:
-        return _call(name, problem, problem.spec, q_THD, device)[0].out_THD
+        return _written(_planned(name, problem, problem.spec, q_THD, device)()).out_THD
 
-    return spoilt(written, problem, seed, fault, before), confirmed
+    written = _written(_planned(name, problem, spec, problem.q_THD, device)())
+    return spoilt(written, problem, seed, fault, before)
 
 
-def _call(name: str, problem: Problem, spec: AttentionSpec, q_THD: torch.Tensor, device: str) -> tuple[Written, str]:
+Result = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def _planned(
+    name: str, problem: Problem, spec: AttentionSpec, q_THD: torch.Tensor, device: str
+) -> Callable[[], Result]:
+    """A call that runs the kernel and nothing else."""
     batch = problem.batch
     if batch.masks is not None:
         batch = replace(batch, masks=tuple(mask.to(device) for mask in batch.masks))
     q, k, v = (tensor.to(device) for tensor in (q_THD, problem.k, problem.v))
     planned = create(name, device).plan(batch, spec)
-    (out, lse), confirmed = confirm.watch(lambda: planned.run(q, k, v), device=device)
-    return Written(out.cpu(), None if lse is None else lse.cpu()), confirmed
+    return lambda: planned.run(q, k, v)
+
+
+def _written(result: Result) -> Written:
+    out, lse = result
+    return Written(out.cpu(), None if lse is None else lse.cpu())
 
 
 _USUAL = Variant()

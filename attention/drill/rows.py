@@ -41,7 +41,7 @@ class Row:
     kind: str | None
     backend: str
     variant: str
-    confirmed: str | None  # what the execution layer says ran; None for the pseudo-kernel
+    confirmed: str | None  # what the execution layer says ran; None for the pseudo-kernel and where a fault is
     feature: str
     dtype: str
     phase: str

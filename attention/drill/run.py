@@ -11,7 +11,7 @@ import torch
 
 from attention.backends.oracle import Truth
 from attention.cases import REPLAY_INPUTS, Inputs
-from attention.drill.backends import can_run, run_around
+from attention.drill.backends import can_run, run_around, run_sound
 from attention.drill.emulator import EXACT, Variant, kernel_numbers
 from attention.drill.kernel import SOUND, Fault, Written, run
 from attention.drill.kinds import FEATURES, KINDS, Kind
@@ -62,7 +62,7 @@ class _Scene:
             yield self._row(None, EMULATED, self._emulated(variant, SOUND), variant=str(variant))
         for name in self.plan.backends:
             if can_run(name, self.problem, SOUND, self.plan.device):
-                yield self._around(None, name, SOUND)
+                yield self._around(None, name)
 
     def faulty(self, kind: Kind) -> Iterator[Row]:
         names = [name for name in self.plan.faulted if name == EMULATED or self._can_carry(name, kind.fault)]
@@ -73,7 +73,7 @@ class _Scene:
             if name == EMULATED:
                 row = self._row(kind, name, self._emulated(Variant(), kind.fault))
             else:
-                row = self._around(kind, name, kind.fault)
+                row = self._around(kind, name)
             # A fault of an LSE does not exist where a backend gives none.
             if kind.check != "lse" or row.figures is None or row.figures.lse is not None:
                 yield replace(row, effect=effect, lse_effect=lse_effect)
@@ -85,9 +85,13 @@ class _Scene:
         numbers = kernel_numbers(self.problem.spec.dtype)
         return run(self.problem, numbers, seed=self.draw.seed, variant=variant, fault=fault)
 
-    def _around(self, kind: Kind | None, name: str, fault: Fault) -> Row:
+    def _around(self, kind: Kind | None, name: str) -> Row:
+        confirmed = None
         try:
-            written, confirmed = run_around(name, self.problem, fault, self.draw.seed, self.plan.device)
+            if kind is None:
+                written, confirmed = run_sound(name, self.problem, self.plan.device)
+            else:
+                written = run_around(name, self.problem, kind.fault, self.draw.seed, self.plan.device)
         except Exception as error:  # a call that raises is a row, never the end of the run
             return self._row(kind, name, None, error=f"{type(error).__name__}: {error}"[:500])
         return self._row(kind, name, written, confirmed=confirmed)

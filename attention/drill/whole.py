@@ -126,12 +126,12 @@ class ModelKind:
     check: str
 
 
-def heads_interleaved(heads_q: int, heads_kv: int) -> ModelFault:
+def heads_interleaved(heads_q: int, heads_kv: int, layer: int) -> ModelFault:
     """Query head h reads KV head h % G: the heads are dealt to the groups in that order, and put back."""
     dealt = sorted(range(heads_q), key=lambda head: (head % heads_kv, head))
     back = sorted(range(heads_q), key=lambda place: dealt[place])
     return ModelFault(
-        layer=_LAYER,
+        layer=layer,
         before=lambda call: replace(call, q_THD=call.q_THD[:, dealt]),
         after=lambda out_THD, call: out_THD[:, back],
     )
@@ -164,7 +164,7 @@ def _row_of_nan(out_THD: torch.Tensor, call: LayerCall) -> torch.Tensor:
     return out
 
 
-def _first_tile_zero(call: LayerCall) -> LayerCall:
+def _first_key_zero(call: LayerCall) -> LayerCall:
     """The first key and value of a prefill never arrive."""
     if call.decodes:
         return call
@@ -185,34 +185,32 @@ def _row_before(out_THD: torch.Tensor, call: LayerCall) -> torch.Tensor:
     return out
 
 
-_LAYER = 10
-
-
-def model_kinds(spec: AttentionSpec) -> tuple[ModelKind, ...]:
-    """Kinds that the model layer must catch, for a model with layers of a spec."""
+def model_kinds(specs: Sequence[AttentionSpec]) -> tuple[ModelKind, ...]:
+    """Kinds that the model layer must catch, for a model of those layers; `one layer` is a third of the way up."""
+    layer = len(specs) // 3
     return (
         ModelKind(
             "gqa_map_wrong_in_one_layer",
             "one layer's query heads read another KV head",
-            heads_interleaved(spec.heads_q, spec.heads_kv),
+            heads_interleaved(specs[layer].heads_q, specs[layer].heads_kv, layer),
             "model.flip_rate",
         ),
         ModelKind(
             "kv_scale_ignored_in_one_layer",
             "one layer reads fp8 keys and values without their scales",
-            ModelFault(layer=_LAYER, before=_unscaled),
+            ModelFault(layer=layer, before=_unscaled),
             "model.flip_margin",
         ),
         ModelKind(
             "nan_in_one_layer",
             "one row of one layer is NaN",
-            ModelFault(layer=_LAYER, after=_row_of_nan),
+            ModelFault(layer=layer, after=_row_of_nan),
             "model.kl_mean",
         ),
         ModelKind(
             "sink_lost",
             "the first key of every prompt never arrives",
-            ModelFault(before=_first_tile_zero),
+            ModelFault(before=_first_key_zero),
             "model.kl_p999",
         ),
         ModelKind(

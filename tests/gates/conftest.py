@@ -75,7 +75,7 @@ class Evidence:
                 "finite_mask_equal": True,
                 "bias_z": 0.5,
                 "lse_max_abs": 1e-6,
-                "r_rms": 0.7 + 0.01 * seed,
+                "r_rms": 0.6 + 0.01 * seed,
                 "r_max": 1.2,
                 "r_row": 1.1,
             }
