@@ -27,6 +27,8 @@ def render(found: Drill) -> RenderableType:
     from rich.text import Text
 
     lines: list[RenderableType] = [kind_table(found), Text(""), benign_table(found), Text("")]
+    if any(not kind.published for kind in found.kinds):
+        lines += [release_table(found), Text("")]
     lines += [Text(line) for line in no_op_lines(found.no_ops)]
     lines.append(Text(f"limits {found.limits_sha256[:12]}, seed {found.seed}, {found.num_draws} draws, {found.device}"))
     lines += [Text(problem) for problem in found.problems]
@@ -51,7 +53,7 @@ def kind_table(found: Drill) -> Rows:
     """Runs caught of those that changed the oracle; `no-op` those that did not."""
     numbers = ("runs", "no-op", "ours", *found.rules)
     rows = Rows("fault", "check", *numbers, text=False, right=numbers)
-    tensor, whole = ([k for k in found.kinds if bool(k.published) is is_tensor] for is_tensor in (True, False))
+    tensor = [kind for kind in found.kinds if kind.published]
     for kind in tensor:
         caught = word(str(kind.caught), "pass" if kind.caught == kind.effective else "fail")
         theirs = [str(kind.published[rule]) for rule in found.rules]
@@ -60,12 +62,18 @@ def kind_table(found: Drill) -> Rows:
     rows.add("all", "", *_sums(tensor), *total)
     for inputs, (changed, rejected) in found.singles.items():
         rows.add(f"alone, {inputs}", "", str(changed), "", *(str(rejected[name]) for name in ("ours", *found.rules)))
-    nothing = ["-"] * len(found.rules)
+    return rows
+
+
+def release_table(found: Drill) -> Rows:
+    """The same of what whole releases show, which no published rule judges."""
+    numbers = ("runs", "no-op", "ours")
+    rows = Rows("fault of a release", "check", *numbers, text=False, right=numbers)
+    whole = [kind for kind in found.kinds if not kind.published]
     for kind in whole:
         caught = word(str(kind.caught), "pass" if kind.caught == kind.effective else "fail")
-        rows.add(kind.kind, kind.check, str(kind.effective), str(kind.no_ops), caught, *nothing)
-    if whole:
-        rows.add("all, tensors and releases", "", *_sums(found.kinds), *nothing)
+        rows.add(kind.kind, kind.check, str(kind.effective), str(kind.no_ops), caught)
+    rows.add("all", "", *_sums(whole))
     return rows
 
 

@@ -62,15 +62,14 @@ def shown(drill: Drill, width: int = 120) -> list[str]:
 
 def test_the_table_is_aligned_and_ends_with_the_verdict() -> None:
     lines = shown(found())
-    assert lines[:7] == [
-        "fault                      check          runs  no-op  ours  fa2  flex",
-        "scale_1                    tensor.r_rms     12      1    12   12     3",
-        "scale_1                    tensor.r_rms     12      1    12   12     3",
-        "all                                         24      2    24   24     6",
-        "alone, all inputs                           40           39   30    20",
-        "race                       model.kl_p999     1      0     1    -     -",
-        "all, tensors and releases                   25      2    25    -     -",
+    assert lines[:5] == [
+        "fault              check         runs  no-op  ours  fa2  flex",
+        "scale_1            tensor.r_rms    12      1    12   12     3",
+        "scale_1            tensor.r_rms    12      1    12   12     3",
+        "all                                24      2    24   24     6",
+        "alone, all inputs                  40           39   30    20",
     ]
+    assert "race                model.kl_p999     1      0     1" in lines
     assert "sound kernels  runs  ours  fa2  flex" in lines
     assert "false alarms    432     0    8     0" in lines
     assert "no-op: scale_1 on bfloat16 decode q1s9 (2)" in lines
