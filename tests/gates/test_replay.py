@@ -75,6 +75,13 @@ def test_one_case_beyond_a_limit_fails_and_is_named(evidence: Any, plan: Plan, j
     assert "case3" in found.report.reason
 
 
+def test_rounding_that_is_worse_everywhere_fails_where_no_single_case_does(
+    evidence: Any, plan: Plan, judged: Any
+) -> None:
+    evidence.tensor(candidate_only({"r_rms": 1.0}))
+    assert judged(tensor(evidence, plan)).named(Verdict.FAIL) == {"tensor.bfloat16.pooled_times_champion"}
+
+
 def test_each_dtype_class_is_judged_apart_by_its_own_limit(evidence: Any, plan: Plan, judged: Any) -> None:
     evidence.tensor()
     limits = load_limits("replay", plan.name)
@@ -202,13 +209,13 @@ def by_side(champion: float, candidate: float) -> Mend:
 
 
 def test_the_champions_own_error_gates_the_candidates_beside_it(evidence: Any, plan: Plan, judged: Any) -> None:
-    evidence.tensor(by_side(0.6, 1.2))
+    evidence.tensor(by_side(0.9, 1.2))
     assert judged(tensor(evidence, plan)).checks["tensor.bfloat16.times_champion"].observed == pytest.approx(1.2)
     assert tensor(evidence, plan).verdict is Verdict.PASS, "below 1 the champion's error is its rounding"
-    evidence.tensor(lambda row: by_side(0.6, 1.3)(row) if row["case_id"] == "case3" else None)
+    evidence.tensor(lambda row: by_side(0.9, 1.3)(row) if row["case_id"] == "case3" else None)
     found = judged(tensor(evidence, plan))
-    assert found.named(Verdict.FAIL) == {"tensor.bfloat16.times_champion"}, "1.3 is within r_rms and not beside 0.6"
-    assert "1.3 on torch_sdpa:flash, champion 0.6 on torch_sdpa:math" in found.report.reason
+    assert found.named(Verdict.FAIL) == {"tensor.bfloat16.times_champion"}, "1.3 is within r_rms and not beside 0.9"
+    assert "1.3 on torch_sdpa:flash, champion 0.9 on torch_sdpa:math" in found.report.reason
 
 
 def test_a_champion_that_is_as_far_off_makes_room_for_the_candidate(evidence: Any, plan: Plan) -> None:
