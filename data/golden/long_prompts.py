@@ -58,16 +58,24 @@ class Repeated:
 
 
 REPEATED = (
-    Repeated("copy", "en", "many-notes", "Copy: {name} has the {colour} {a}", "{name} has the {colour} {a}", 24.3, (950, 3900)),
-    Repeated("copy", "es", "many-notas", "Copia: {name} lleva la {a}", "{name} lleva la {a}", 29.2, (450, 1900)),
-    Repeated("answer", "en", "many-colours", "{name} has a {colour} {a}. What colour is the {a}?", "{colour}", 24.8, (950, 7600)),
-    Repeated("answer", "pt", "many-objetos", "{name} perdeu a {a}. Quem perdeu a {a}?", "{name}", 30.5, (450, 950)),
-    Repeated("json", "en", "many-cards", "{name}, card {n}", '{{"name": "{name}", "card": {n}}}', 31.6, (950, 7600)),
-    Repeated("json", "it", "many-prezzi", "{a} {n} euro", '{{"oggetto": "{a}", "prezzo": {n}}}', 34.5, (450, 1900)),
-    Repeated("tool_call", "en", "many-finds", "Find the {a} of {name}", 'find(thing="{a}", owner="{name}")', 28.1, (950, 7600)),
-    Repeated("tool_call", "de", "many-kaeufe", "Kaufe {n} mal {a}", 'buy(item="{a}", count={n})', 31.6, (450, 1900)),
-    Repeated("format", "en", "many-lists", "List: {a}, {b}", "- {a}\n- {b}", 20.8, (450, 3900)),
-    Repeated("format", "fr", "many-listes", "Liste : {a}, {b}", "- {a}\n- {b}", 24.4, (950, 1900)),
+    Repeated("copy", "en", "many-notes",
+             "Copy: {name} has the {colour} {a}", "{name} has the {colour} {a}", 24.3, (950, 3900)),
+    Repeated("copy", "es", "many-notas",
+             "Copia: {name} lleva la {a}", "{name} lleva la {a}", 29.2, (450, 1900)),
+    Repeated("answer", "en", "many-colours",
+             "{name} has a {colour} {a}. What colour is the {a}?", "{colour}", 24.8, (950, 7600)),
+    Repeated("answer", "pt", "many-objetos",
+             "{name} perdeu a {a}. Quem perdeu a {a}?", "{name}", 30.5, (450, 950)),
+    Repeated("json", "en", "many-cards",
+             "{name}, card {n}", '{{"name": "{name}", "card": {n}}}', 31.6, (950, 7600)),
+    Repeated("json", "it", "many-prezzi",
+             "{a} {n} euro", '{{"oggetto": "{a}", "prezzo": {n}}}', 34.5, (450, 1900)),
+    Repeated("tool_call", "en", "many-finds",
+             "Find the {a} of {name}", 'find(thing="{a}", owner="{name}")', 28.1, (950, 3900)),
+    Repeated("tool_call", "de", "many-kaeufe",
+             "Kaufe {n} mal {a}", 'buy(item="{a}", count={n})', 31.6, (450, 1900)),
+    Repeated("format", "en", "many-lists", "List: {a}, {b}", "- {a}\n- {b}", 20.8, (450, 1900)),
+    Repeated("format", "fr", "many-listes", "Liste : {a}, {b}", "- {a}\n- {b}", 24.4, (950,)),
 )  # fmt: skip
 
 # language -> (planted sentence, question, answer); asked for after the document.
@@ -75,14 +83,14 @@ PLANTED = {
     "en": (("The password of the library is sunflower.", "What is the password of the library?", "sunflower"),
            ("The captain of the ship is Oskar.", "Who is the captain of the ship?", "Oskar"),
            ("The treasure is hidden in Zanzibar.", "Where is the treasure hidden?", "Zanzibar")),
-    "de": (("Das Passwort der Bibliothek lautet Sonnenblume.", "Wie lautet das Passwort der Bibliothek?", "Sonnenblume"),),
+    "de": (("Das Passwort im Haus lautet Sonnenblume.", "Wie lautet das Passwort im Haus?", "Sonnenblume"),),
     "fr": (("Le mot de passe de la maison est tournesol.", "Quel est le mot de passe de la maison ?", "tournesol"),),
     "es": (("La contraseña de la casa es girasol.", "¿Cuál es la contraseña de la casa?", "girasol"),),
     "it": (("La parola segreta della casa è girasole.", "Qual è la parola segreta della casa?", "girasole"),),
     "pt": (("A senha da casa é girassol.", "Qual é a senha da casa?", "girassol"),),
 }  # fmt: skip
-DOCUMENTS = (("en", 0, 450), ("en", 1, 1900), ("en", 2, 7600), ("en", 2, 950), ("de", 0, 450), ("fr", 0, 950), ("es", 0, 450),
-             ("it", 0, 950), ("pt", 0, 450))  # fmt: skip
+DOCUMENTS = (("en", 0, 450), ("en", 1, 1900), ("en", 2, 7600), ("en", 2, 950), ("de", 0, 450), ("fr", 0, 950),
+             ("es", 0, 450), ("it", 0, 950), ("pt", 0, 450))  # fmt: skip
 
 
 def long_tasks() -> Iterator[Task]:
@@ -96,13 +104,13 @@ def long_tasks() -> Iterator[Task]:
 
 def _many_shots(repeated: Repeated, target: int, rng: random.Random) -> Task:
     num_shots = round((target - TEMPLATE_TOKENS) / repeated.shot_tokens)
-    turns = []
-    for _ in range(num_shots + 1):
+    turns: dict[str, str] = {}  # no question twice: an example must not give the last one away
+    while len(turns) <= num_shots:
         a, b = rng.sample(THINGS[repeated.language], 2)
         drawn = {"a": a, "b": b, "name": rng.choice(NAMES), "colour": rng.choice(COLOURS), "n": rng.randrange(2, 100)}
-        turns.append((repeated.asked.format(**drawn), repeated.answer.format(**drawn)))
-    asked, answer = turns.pop()
-    return Task(repeated.category, repeated.language, f"{repeated.name}-{target}", turns, asked, answer)
+        turns.setdefault(repeated.asked.format(**drawn), repeated.answer.format(**drawn))
+    asked, answer = turns.popitem()
+    return Task(repeated.category, repeated.language, f"{repeated.name}-{target}", list(turns.items()), asked, answer)
 
 
 def _document(language: str, number: int, target: int, rng: random.Random) -> Task:
