@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import statistics
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from attention.errors import UserError
 from data.golden.make_golden import golden_text
 from data.golden_set import GoldenPrompt, draw, load_golden, sample
-from data.paths import GOLDEN_FILE
+from data.paths import GOLDEN_FILE, repo_dir
 from data.plan import load_plan
 
 PROMPT: dict[str, Any] = {
@@ -61,6 +63,24 @@ def test_no_example_gives_the_question_away(prompts: list[GoldenPrompt]) -> None
 def test_every_question_of_a_category_is_asked_once(prompts: list[GoldenPrompt]) -> None:
     asked = Counter((prompt.category, prompt.language, prompt.messages[-1].content.casefold()) for prompt in prompts)
     assert asked.most_common(1)[0][1] == 1
+
+
+def words(prompt: GoldenPrompt) -> set[str]:
+    """Of the question; of a document, its end. Chinese and Japanese characters count as words."""
+    text = prompt.messages[-1].content[-300:].casefold()
+    return set(text) if prompt.language in ("zh", "ja") else set(re.findall(r"\w+", text))
+
+
+def test_no_question_is_nearly_another_one(prompts: list[GoldenPrompt]) -> None:
+    """Words in common over all words, with the nearest other question of the category and language."""
+    for category in {prompt.category for prompt in prompts}:
+        nearest = []
+        for one in prompts:
+            others = [p for p in prompts if p is not one and (p.category, p.language) == (category, one.language)]
+            if one.category == category:
+                nearest.append(max(len(words(one) & words(p)) / len(words(one) | words(p)) for p in others))
+        assert max(nearest) < 0.75, category
+        assert statistics.median(nearest) <= 0.5, category
 
 
 def expected(prompt: GoldenPrompt) -> str:
@@ -158,3 +178,9 @@ def test_a_golden_file_that_is_not_there_or_holds_nothing_usable_is_an_error_of_
     (tmp_path / "bad.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="no usable line; line 1"):
         load_golden(tmp_path / "bad.jsonl")
+
+
+def test_the_example_of_the_readme_is_a_golden_prompt() -> None:
+    example = re.search(r"```json\n(\{\"prompt_id\".*?)```", (repo_dir() / "README.md").read_text(), re.DOTALL)
+    assert example
+    assert GoldenPrompt.model_validate_json(example[1]).grader.kind == "tool_call"
