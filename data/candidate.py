@@ -20,7 +20,7 @@ from data.plan import Plan, load_plan
 from data.readers import FORMATS, format_of
 
 if TYPE_CHECKING:
-    from data.golden_set import GoldenSet
+    from data.golden_set import Drawn
     from data.requests import Traffic
 
 DRILL_FOLDER = "drill"
@@ -125,7 +125,7 @@ class Loaded(_Strict):
             self.traffic_path, format=self.candidate.traffic.format, max_requests=self.plan.traffic.max_requests
         )
 
-    def golden(self) -> GoldenSet:
+    def golden(self) -> Drawn:
         """The golden prompts that the plan asks for."""
         from data.golden_set import draw
 

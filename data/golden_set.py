@@ -178,6 +178,14 @@ class GoldenSet:
     rejected: list[Rejected]
 
 
+@dataclass(frozen=True)
+class Drawn(GoldenSet):
+    """What a plan asks of a set."""
+
+    num_usable: int  # prompts of the whole set
+    num_unfit: int  # of these, longer than the plan allows
+
+
 def load_golden(path: Path = GOLDEN_FILE) -> GoldenSet:
     """The prompts of a golden file, and its lines that could not be used.
 
@@ -187,7 +195,7 @@ def load_golden(path: Path = GOLDEN_FILE) -> GoldenSet:
     return GoldenSet(prompts, rejected)
 
 
-def draw(path: Path, plan: ReplayPlan) -> GoldenSet:
+def draw(path: Path, plan: ReplayPlan) -> Drawn:
     """The prompts that a plan asks of a golden file: a sample of those whose length fits it.
 
     Raises UserError as `load_golden` does, and when no prompt fits.
@@ -200,7 +208,12 @@ def draw(path: Path, plan: ReplayPlan) -> GoldenSet:
             f"golden set {path}: none of its {len(golden.prompts)} prompts fits the plan's golden_max_tokens "
             f"{plan.golden_max_tokens} and golden_max_chars {plan.golden_max_chars}; raise them or shorten a prompt"
         )
-    return GoldenSet(sample(fitting, plan.golden_prompts, SAMPLE_SEED), golden.rejected)
+    return Drawn(
+        prompts=sample(fitting, plan.golden_prompts, SAMPLE_SEED),
+        rejected=golden.rejected,
+        num_usable=len(golden.prompts),
+        num_unfit=len(golden.prompts) - len(fitting),
+    )
 
 
 def sample(golden: Sequence[GoldenPrompt], n: int | None, seed: int) -> list[GoldenPrompt]:

@@ -118,7 +118,9 @@ def test_a_sample_is_stratified_repeatable_and_grows_by_addition(prompts: list[G
 
 def test_a_plan_asks_only_what_fits_it_and_cuts_no_answer(prompts: list[GoldenPrompt]) -> None:
     demo = load_plan("demo").replay
-    drawn = draw(GOLDEN_FILE, demo).prompts
+    found = draw(GOLDEN_FILE, demo)
+    drawn = found.prompts
+    assert (found.num_usable, 0 < found.num_unfit < 40) == (len(prompts), True)
     assert len(drawn) == demo.golden_prompts
     assert len({prompt.category for prompt in drawn}) == 6
     assert max(prompt.max_tokens for prompt in drawn) <= demo.golden_max_tokens

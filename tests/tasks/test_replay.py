@@ -14,7 +14,18 @@ import pytest
 import transformers
 
 from attention.schemas import write_rows
-from data.golden_set import Contains, Exact, GoldenPrompt, JsonSchema, OneOf, Refusal, Regex, ToolCall, load_golden
+from data.golden_set import (
+    Contains,
+    Drawn,
+    Exact,
+    GoldenPrompt,
+    JsonSchema,
+    OneOf,
+    Refusal,
+    Regex,
+    ToolCall,
+    load_golden,
+)
 from data.jsonl import Rejected
 from data.lake import Lake
 from data.plan import load_plan
@@ -153,10 +164,11 @@ def test_the_tools_of_a_prompt_are_offered_and_its_grader_stays_here(golden: lis
     assert "grader" not in sent.model_dump_json()
 
 
-def test_lines_of_a_golden_set_that_were_left_out_are_told() -> None:
+def test_what_is_not_asked_of_a_golden_set_is_told() -> None:
     said: list[str] = []
     rejected = [Rejected(line, "max_tokens: Field required") for line in (2, 5, 6, 9)]
-    found = SimpleNamespace(prompts=[], rejected=rejected)
-    _golden(SimpleNamespace(candidate=SimpleNamespace(golden=lambda: found), say=said.append))  # type: ignore[arg-type]
-    assert said[0] == "golden set: line 2 left out: max_tokens: Field required"
-    assert said[3:] == ["golden set: 4 lines left out in all"]
+    drawn = Drawn(prompts=[], rejected=rejected, num_usable=8, num_unfit=3)
+    _golden(SimpleNamespace(candidate=SimpleNamespace(golden=lambda: drawn), say=said.append))  # type: ignore[arg-type]
+    assert said[0] == "golden set: 0 of 8 prompts, 3 are longer than the plan allows"
+    assert said[1] == "golden set: line 2 left out: max_tokens: Field required"
+    assert said[4:] == ["golden set: 4 lines left out in all"]
