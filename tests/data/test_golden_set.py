@@ -125,6 +125,8 @@ def test_a_plan_asks_only_what_fits_it_and_cuts_no_answer(prompts: list[GoldenPr
     assert len({prompt.category for prompt in drawn}) == 6
     assert max(prompt.max_tokens for prompt in drawn) <= demo.golden_max_tokens
     assert max(prompt.num_chars for prompt in drawn) <= demo.golden_max_chars < max(p.num_chars for p in prompts)
+    brief = draw(GOLDEN_FILE, demo.model_copy(update={"golden_prompts": None, "golden_max_tokens": 10})).prompts
+    assert max(prompt.max_tokens for prompt in brief) == 10
     assert draw(GOLDEN_FILE, load_plan("full").replay).prompts == prompts
 
 

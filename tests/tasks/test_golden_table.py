@@ -63,7 +63,7 @@ def test_the_champion_passes_enough_of_what_the_demo_draws(kept: Passed) -> None
 
 def test_the_champion_passes_prompts_of_every_length_up_to_its_context(kept: Passed) -> None:
     """SmolLM2's context is 8,192 tokens."""
-    for low, high in ((0, 256), (256, 512), (512, 1024), (1024, 2048), (2048, 4096), (7000, 8192)):
+    for low, high in ((0, 256), (256, 512), (512, 1024), (1024, 2048), (2048, 4096), (4096, 8192)):
         assert any(one.passed for one in kept.prompts.values() if low < one.prompt_tokens <= high), (low, high)
 
 
@@ -74,7 +74,7 @@ OUTCOME: dict[str, Any] = {
     "confirmed": {"prefill": "torch_sdpa:math", "decode": "torch_sdpa:math"},
     "torch": "2.13.0",
     "num_threads": 1,
-    "seconds": 3.0,
+    "cpu_seconds": 3.0,
     "prompts": {
         "copy-1": ONE,
         "copy-2": ONE | {"language": "de", "passed": False},
@@ -99,7 +99,7 @@ def test_the_table_counts_by_category_language_and_length(capsys: pytest.Capture
 |---|---|---|
 | all categories | 1 of 2 | 1 of 1 |
 
-Longest prompt: 900 tokens. m, torch 2.13.0, torch_sdpa:math, 1 thread: 3 s for all answers.
+Longest prompt: 900 tokens. m, torch 2.13.0, torch_sdpa:math, 1 thread: 3 s of processor time for all answers.
 
 Not passed: `copy-2`.
 """

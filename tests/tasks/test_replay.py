@@ -89,8 +89,13 @@ def right_answer(prompt: GoldenPrompt) -> str:
             return "I cannot help with that." if expected else "Warm it slowly."
 
 
-def judged(lake: Path, golden: list[GoldenPrompt], answers: dict[str, list[str]]) -> GateReport:
+def judged(
+    lake: Path, golden: list[GoldenPrompt], answers: dict[str, list[str]], *, by_category: bool = True
+) -> GateReport:
     """Both sides' answers through the graders, the lake and the business layer of the full plan."""
+    plan = load_plan("full")
+    if not by_category:
+        plan = plan.model_copy(update={"replay": plan.replay.model_copy(update={"min_category_passes": None})})
 
     def write(table: str, rows: list[dict[str, Any]]) -> None:
         write_rows(lake, table, rows, release_id="r")
@@ -107,7 +112,7 @@ def judged(lake: Path, golden: list[GoldenPrompt], answers: dict[str, list[str]]
         _grade(SimpleNamespace(write=write), side, golden, result)  # type: ignore[arg-type]
     with Lake(lake) as tables:
         limits = load_limits("replay", "full")
-        found = business_checks(tables, "r", load_plan("full"), limits, num_planned=len(golden))
+        found = business_checks(tables, "r", plan, limits, num_planned=len(golden))
     return GateReport(stage="replay", checks=tuple(found))
 
 
@@ -142,7 +147,7 @@ def test_a_model_that_answers_wrongly_fails_and_the_report_holds_no_text(
 ) -> None:
     texts = [right_answer(prompt) for prompt in golden]
     wrong = MUTANTS[mutant](texts)
-    report = judged(tmp_path, golden, {"champion": texts, "candidate": wrong})
+    report = judged(tmp_path, golden, {"champion": texts, "candidate": wrong}, by_category=False)
     assert "business.mcnemar_p" in {check.check for check in report.checks if check.verdict is Verdict.FAIL}
     # Answers may be words of a prompt_id or of the report's own: only longer ones are told apart.
     shown = report.model_dump_json()
