@@ -45,6 +45,7 @@ from attention.yaml_file import read_json
 
 DEFAULT_MODEL = Path("data/models/smollm2-135m-instruct")
 DEFAULT_POLICY = Path("data/policies/cpu-flash.yaml")
+DEFAULT_LIMITS = Path("gates/thresholds.yaml")
 MODEL_HELP = "folder of a transformers causal LM"
 
 PROBE_HELP = """Run the capability probes. A probe is required when serving this model needs it; the others say
@@ -121,8 +122,18 @@ def _parser() -> argparse.ArgumentParser:
     probe.add_argument(
         "--try-declared-failures", action="store_true", help="run also what declared rules refuse (for matrix --drift)"
     )
-    verb("replay", "record the numerical replay of one side: tensor, model and business layer", _replay, job=True)
-    verb("compare", "compare two recordings of the model layer", _compare, job=True)
+    replay = verb("replay", "record the numerical replay of one side", _replay, job=True, setup=True)
+    replay.description = "Record the numerical replay of one side: with --job all layers, with --cases a file of cases."
+    replay.add_argument("--cases", type=Path, help="cases (YAML or JSON, as for probe --cells) to record into --out")
+    replay.add_argument("--inputs", help="--cases: comma-separated kinds of inputs (normal,needle,large_logit)")
+    replay.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="--cases: seeds (default: 0 1)")
+    compare = verb(
+        "compare", "judge recording B of `replay --cases` beside A; with --job, the model layer's", _compare, job=True
+    )
+    compare.add_argument("recordings", nargs="*", type=Path, metavar="A B", help="folders that replay --cases wrote")
+    compare.add_argument("--limits", type=Path, default=DEFAULT_LIMITS, help="thresholds (default: %(default)s)")
+    compare.add_argument("--truths", type=Path, help="folder that keeps the oracle's answers between runs")
+    compare.add_argument("--json", action="store_true", help="one JSON document on stdout")
     bench = verb("bench", "a worker that times what stdin asks for; dispatch: host overhead", _bench, job=True)
     bench.add_argument("what", nargs="?", choices=("dispatch",), help="dispatch: a planned run against the plain call")
     bench.add_argument("--backend", action="append", help="dispatch: backend or family; may be repeated (torch_sdpa)")
@@ -462,25 +473,41 @@ def _counts(results: list[Any]) -> str:
 
 
 def _replay(args: argparse.Namespace) -> int:
+    if args.cases is not None:
+        from attention.replay.command import record_cases
+
+        if args.job is not None:
+            raise UserError("replay takes --job or --cases, not both")
+        return record_cases(args, _setup(args), _progress("replay"))
     from attention import startup
     from attention.model import specs_of
     from attention.replay import business, model, tensor
+    from attention.replay.throughput import Meter
+    from attention.replay.truths import Truths, compute
 
     job: ReplayJob = _job(args, ReplayJob)
     dispatcher = startup.decide(job.setup, [])
     found = startup.identify(job.setup, dispatcher)
+    runner = startup.load(job.setup, dispatcher)
+    specs = specs_of(job.setup.model, found.identity.dtype)
+    captured = _captured(runner, job, specs, args.out)
+    meter = Meter(job.setup.device)
+    oracle = meter.oracle(compute)
+    truths = Truths(job.tensor.truths, oracle) if job.tensor.truths else None
+    sources = tensor.Sources(captured, oracle=truths or oracle, backwards=job.evidence.side == "candidate", meter=meter)
     rows = list(
         tensor.rows(
             job.setup,
             job.tensor,
-            specs_of(job.setup.model, found.identity.dtype),
+            specs,
             (found.identity.dtype, "bfloat16"),
             dispatcher.resolved,
             startup.scale_factor(job.setup.fault),
             _progress("tensor replay"),
+            sources,
         )
     )
-    runner = startup.load(job.setup, dispatcher)
+    throughput = meter.summary(len(rows))
     model.record(runner, job.model, args.out, _progress("model replay"))
     answers = business.answer(runner, job.business, _progress("business replay"))
     _rows(job.evidence, "tensor_replay", rows, found.id, found.identity.model_id)
@@ -488,6 +515,8 @@ def _replay(args: argparse.Namespace) -> int:
         "fingerprint_id": found.id,
         "cases": len(rows),
         "errors": sum("error" in row for row in rows),
+        "throughput": throughput.row(),
+        "truths": {"computed": truths.num_computed, "read": truths.num_read} if truths else None,
         "confirmed": dict(dispatcher.confirmed),
         "answers": answers.model_dump()["answers"],
     }
@@ -495,7 +524,25 @@ def _replay(args: argparse.Namespace) -> int:
     return 0
 
 
+def _captured(runner: Any, job: ReplayJob, specs: list[Any], out: Path) -> Any:
+    """Activations of the served model, where the plan asks for them."""
+    if "activations" not in job.tensor.inputs:
+        return {}
+    from attention.replay import activations
+    from attention.replay.tensor import longest
+
+    path = job.tensor.activations or out / "activations.safetensors"
+    num_tokens = longest(job.tensor.max_kv_len)
+    return activations.capture(runner, specs, job.model.prompts, job.tensor.seeds[0], num_tokens, path)
+
+
 def _compare(args: argparse.Namespace) -> int:
+    if args.recordings:
+        from attention.replay.command import compare_recordings
+
+        if len(args.recordings) != 2 or args.job is not None:
+            raise UserError("compare takes two recordings, A and B, or --job")
+        return compare_recordings(args)
     import torch
 
     from attention import startup

@@ -28,7 +28,8 @@ from attention.checks.common import MAX_RATIO
 from attention.errors import UserError
 from attention.isolate import Channel, short, worker
 from attention.replay.figures import compare
-from attention.replay.problems import joined, spec_of
+from attention.replay.problems import spec_of
+from attention.replay.truths import joined
 
 Call = Callable[[], Any]
 

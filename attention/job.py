@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from attention.cases import AttentionCase
+from attention.cases import REPLAY_INPUTS, AttentionCase, Inputs
 from attention.errors import UserError
 from attention.limits import Limits
 
@@ -69,10 +69,18 @@ class Prompt(_Strict):
 
 
 class TensorPlan(_Strict):
-    """Tensor layer: every case x seed on the backends that the policy resolves to."""
+    """Tensor layer: every case x inputs x seed on the backends that the policy resolves to.
+
+    `window_edge` inputs run where the case has a window. `activations` is the file that holds them; who finds it
+    missing writes it, so both sides of a release name one and run on equal inputs.
+    """
 
     seeds: tuple[int, ...]
     max_kv_len: int
+    inputs: tuple[Inputs, ...] = REPLAY_INPUTS
+    kv_dtypes: tuple[str, ...] = ("auto",)  # of the cache: auto is q's dtype; float8_e4m3fn where a service quantises
+    activations: Path | None = None  # default: activations.safetensors beside the job's results
+    truths: Path | None = None  # folder of the oracle's answers, shared by whoever names it; default: compute anew
 
 
 class ModelPlan(_Strict):

@@ -13,7 +13,7 @@ that goes through the interface works; it writes K and V into the pages, then as
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -127,6 +127,8 @@ class Runner:
         self.max_context = int(self._model.config.max_position_embeddings)
         self._k = [self._pages(spec.heads_kv, spec.head_dim_qk) for spec in dispatcher.specs]
         self._v = [self._pages(spec.heads_kv, spec.head_dim_vo) for spec in dispatcher.specs]
+        # Sees q_THD, k_TGD, v_TGD of every layer before attention; what it raises ends the step.
+        self.tap: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
 
     def _pages(self, heads_kv: int, head_dim: int) -> torch.Tensor:
         shape = (self.pool.num_pages, self.page_size, heads_kv, head_dim)
@@ -174,6 +176,8 @@ class Runner:
         self, layer: int, slots: torch.Tensor, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor
     ) -> torch.Tensor:
         """Write K and V of the step's tokens into their slots, then attend: [T, H, D_vo]."""
+        if self.tap is not None:
+            self.tap(layer, q_THD, k_TGD, v_TGD)
         self._k[layer].view(-1, *k_TGD.shape[1:]).index_copy_(0, slots, k_TGD)
         self._v[layer].view(-1, *v_TGD.shape[1:]).index_copy_(0, slots, v_TGD)
         return self.dispatcher.run(layer, q_THD, self._k[layer], self._v[layer])

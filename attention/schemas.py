@@ -22,6 +22,9 @@ from attention.private import private_folder
 
 SCHEMA_VERSION = 1
 
+#: Tables whose columns have changed since version 1. Columns are only ever added, so a reader of old files sees nulls.
+TABLE_VERSIONS: dict[str, int] = {"tensor_replay": 2}
+
 _STR, _INT, _REAL, _BOOL = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 
 COMMON: dict[str, pa.DataType] = {
@@ -55,21 +58,32 @@ _TABLES: dict[str, dict[str, pa.DataType]] = {
         "confirmed_backend": _STR,
         "case_id": _STR,
         "case_json": _STR,
-        "inputs": _STR,  # normal | needle | large_logit
+        "inputs": _STR,  # normal | needle | large_logit | window_edge | sink | activations
         "seed": _INT,
         "dtype_class": _STR,
         "finite_mask_equal": _BOOL,
+        "num_finite_differ": _INT,  # numbers that are finite on one side only
+        "first_finite_differ": _STR,  # the first of them: member, token, head, dim and what stands there; else null
         "max_abs": _REAL,
         "mean_abs": _REAL,
         "rel_l2": _REAL,
         "worst_row": _REAL,
         "worst_row_index": _INT,
+        "worst_row_at": _STR,  # the same row as "member 0 token 12 head 3"
+        "ulp_p50": _REAL,  # quantiles of |error| in ulps of the output's dtype at the exact value
+        "ulp_p99": _REAL,
+        "ulp_max": _REAL,
         "cosine": _REAL,
         "bias_z": _REAL,  # mean signed error / its standard error
         "lse_max_abs": _REAL,
         "r_max": _REAL,  # ratios to the dtype class's own error, see attention/replay/tensor.py
         "r_rms": _REAL,
         "r_row": _REAL,
+        # Quantised KV, else null: what rounding K and V alone makes of the output, in the same unit. r_* above are then
+        # the kernel's part.
+        "quantisation_r_max": _REAL,
+        "quantisation_r_rms": _REAL,
+        "quantisation_r_row": _REAL,
         "error": _STR,  # why the case has no figures (crash, refusal), else null
     },
     # One row a (prompt, mode, position): both sides already compared.
@@ -204,10 +218,16 @@ _TABLES: dict[str, dict[str, pa.DataType]] = {
     },
 }
 
+
+def version_of(table: str) -> int:
+    """Version of a table's schema, as its files carry it."""
+    return TABLE_VERSIONS.get(table, SCHEMA_VERSION)
+
+
 SCHEMAS: dict[str, pa.Schema] = {
     name: pa.schema(
         [pa.field(column, kind) for column, kind in {**COMMON, **columns}.items()],
-        metadata={"attention_release.table": name, "attention_release.version": str(SCHEMA_VERSION)},
+        metadata={"attention_release.table": name, "attention_release.version": str(version_of(name))},
     )
     for name, columns in _TABLES.items()
 }

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from attention.cases import REPLAY_INPUTS, Inputs, kv_dtype_of
 from attention.errors import UserError, is_file, nearest, shown
 from attention.yaml_file import read_yaml
 
@@ -28,6 +29,8 @@ class TrafficScale(_Section):
 class ReplayPlan(_Section):
     seeds: int = Field(ge=1)  # tensor layer: seeds per case
     max_kv_len: int = Field(ge=16)
+    inputs: tuple[Inputs, ...] = Field(default=REPLAY_INPUTS, min_length=1)  # tensor layer, each on every case and seed
+    kv_dtypes: tuple[str, ...] = Field(default=("auto",), min_length=1)  # tensor layer: KV caches that are served
     model_prompts: int = Field(ge=1)
     model_tokens: int = Field(ge=8)  # teacher-forced tokens a prompt
     decode_tokens: int = Field(ge=1)  # of these, forced one by one through the KV cache
@@ -39,6 +42,16 @@ class ReplayPlan(_Section):
     min_golden_passes: int = Field(ge=1)  # champion's successes, over all categories
     # Its successes in each category; None: the sample is too small to judge categories apart.
     min_category_passes: int | None = Field(default=None, ge=1)
+
+    @field_validator("inputs")
+    @classmethod
+    def _once(cls, value: tuple[Inputs, ...]) -> tuple[Inputs, ...]:
+        return tuple(dict.fromkeys(value))
+
+    @field_validator("kv_dtypes")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(map(kv_dtype_of, value)))
 
 
 class BaselinePlan(_Section):

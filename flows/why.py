@@ -106,7 +106,7 @@ def known_releases(lake: Path) -> list[str]:
 
 # ---------------------------------------------------------------------------- evidence
 
-_CASES = "backend, confirmed_backend, case_id, inputs, seed, r_rms, r_max, r_row, lse_max_abs, error"
+_CASES = "backend, confirmed_backend, case_id, inputs, seed, r_rms, r_max, r_row, lse_max_abs, worst_row_at, error"
 _TOKENS = "prompt_id, mode, position, kl, next_token_equal, flip_margin, nll_champion, nll_candidate"
 _WINDOWS = 'share, "window", side, num_requests, num_errors, ttft_p50_s, ttft_p95_s, tpot_p50_s, tpot_p95_s'
 _REQUESTS = """

@@ -7,6 +7,7 @@ sides through one lm_head; business: greedy answers to the golden set, graded an
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def run(context: Context) -> StageOutcome:
     prompts = _model_prompts(context)
     results = measure_sides(context, lambda side: _job(context, side, prompts, golden))
     context.say(f"replay: tensor {results['candidate']['cases']} cases a side")
+    shutil.rmtree(context.work / "truths", ignore_errors=True)  # both sides are done, and another release draws anew
     compared = measure(_compare(context, prompts, results), context.work)
     context.say(f"replay: model {compared['positions']} positions through one lm_head")
     passed = {side: _grade(context, side, golden, results[side]) for side in SIDES}
@@ -85,7 +87,14 @@ def _job(context: Context, side: Side, prompts: tuple[Prompt, ...], golden: list
     return ReplayJob(
         setup=context.setup(side),
         evidence=context.evidence(side),
-        tensor=TensorPlan(seeds=tensor_seeds(context), max_kv_len=plan.max_kv_len),
+        tensor=TensorPlan(
+            seeds=tensor_seeds(context),
+            max_kv_len=plan.max_kv_len,
+            inputs=plan.inputs,
+            kv_dtypes=plan.kv_dtypes,
+            activations=context.work / "activations.safetensors",  # one file for both sides: equal inputs
+            truths=context.work / "truths",
+        ),
         model=ModelPlan(prompts=prompts, max_tokens=plan.model_tokens, decode_tokens=plan.decode_tokens),
         business=BusinessPlan(prompts=tuple(as_prompt(g) for g in golden)),
     )

@@ -9,10 +9,11 @@ escaped, because messages quote names from candidates and errors from libraries.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from gates.replay_tensor import Beside
 from gates.report import Row, table
 from gates.verdict import GateReport
 from tasks.files import write_atomically
@@ -60,6 +61,7 @@ def render(story: Story, figures: Iterable[Path] = ()) -> str:
         _head(story),
         _gates(story.gates),
         *(_figure(path) for path in figures),
+        _tensor(story.tensor),
         _events(story),
         _block("Fingerprint", story.fingerprint_json, is_open=False),
         _block("Policy", story.policy_yaml, is_open=True),
@@ -131,6 +133,47 @@ def _figure(path: Path) -> str:
     data = base64.b64encode(path.read_bytes()).decode()
     name = escape(path.stem)
     return f'<h2>{name}</h2>\n<img alt="figure of the stage {name}" src="data:image/png;base64,{data}">'
+
+
+def _tensor(cases: Sequence[Beside]) -> str:
+    """One row a case: the champion's own ratios stand beside the candidate's."""
+    if not cases:
+        return ""
+    heads = (
+        "case",
+        "inputs",
+        "candidate",
+        "champion",
+        "R_rms",
+        "R_max",
+        "R_row",
+        "quantisation",
+        "row of largest relative error",
+    )
+    rows = "".join(
+        f"<tr><td>{escape(one.case_id)}</td><td>{escape(one.inputs)}</td><td>{escape(one.backend)}</td>"
+        f"<td>{escape(one.champion_backend or '-')}</td>"
+        f"{_pair(one.r_rms, one.champion_r_rms)}{_pair(one.r_max, one.champion_r_max)}"
+        f"{_pair(one.r_row, one.champion_r_row)}"
+        f'<td class="number">{_ratio(one.quantisation_r_rms)}</td><td>{escape(one.worst_row_at or "")}</td></tr>'
+        for one in cases
+    )
+    note = (
+        f"<p>The {len(cases)} cases whose error is largest over the champion's. Candidate | champion, in units of the "
+        "dtype class's own error; over quantised KV that is the kernel's part, and quantisation stands apart.</p>"
+    )
+    row = "".join(f"<th>{name}</th>" for name in heads)
+    return (
+        f"<h2>Tensor replay, case by case</h2>\n{note}<table><thead><tr>{row}</tr></thead><tbody>{rows}</tbody></table>"
+    )
+
+
+def _pair(candidate: float | None, champion: float | None) -> str:
+    return f'<td class="number">{_ratio(candidate)} | {_ratio(champion)}</td>'
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
 
 
 def _events(story: Story) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
+from gates.replay_tensor import Beside, beside
 from gates.verdict import Check, GateReport, Verdict
 from tasks.record import Record
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from data.lake import Lake
 
 STAGES = ("fingerprint", "probe", "replay", "baseline", "shadow", "canary", "expand")
+NUM_TENSOR = 30  # cases of the tensor replay that a report lists
 DRILL = "drill"  # tag of a candidate that is meant to fail: it never becomes champion or previous
 
 # First word of a headline; a state that is in none of these has no verdict yet.
@@ -64,6 +66,7 @@ class Story(BaseModel):
     fingerprint_json: str | None = None  # identity and attestation, indented
     policy_yaml: str | None = None
     confirmed_backend: str | None = None  # prefill=torch_sdpa:flash, decode=torch_sdpa:flash
+    tensor: tuple[Beside, ...] = ()  # worst cases of the tensor replay, the champion's ratios beside the candidate's
     gates: tuple[GateReport, ...] = ()  # in the order of the stages
     events: tuple[Event, ...] = ()  # oldest first
 
@@ -101,6 +104,7 @@ def with_evidence(story: Story, lake_dir: Path) -> Story:
         fingerprint_id, fingerprint_json = _fingerprint(lake, story.release_id)
         return story.model_copy(
             update={
+                "tensor": beside(lake, story.release_id, NUM_TENSOR),
                 "gates": gate_reports(lake, story.release_id),
                 "events": events(lake, story.release_id),
                 "fingerprint_id": fingerprint_id,

@@ -19,7 +19,8 @@ from attention.cases import AttentionCase, Sequence, phase_of
 from attention.errors import one_line
 from attention.reasons import Code, Reason
 from attention.replay.figures import compare
-from attention.replay.problems import Member, Problem, build, members_of, spec_of
+from attention.replay.members import Member
+from attention.replay.problems import Problem, build, members_of, spec_of
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 

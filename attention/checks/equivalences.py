@@ -14,7 +14,8 @@ from attention.backends.base import Backend
 from attention.cases import AttentionCase
 from attention.checks.common import SAME_ANSWER, Skip, batch_text, distance, dtype_class, reason, run, variant
 from attention.reasons import Code, Reason
-from attention.replay.problems import Member, Problem, build, members_of, spec_of
+from attention.replay.members import Member
+from attention.replay.problems import Problem, build, members_of, spec_of
 
 _SEED = 19
 

@@ -36,7 +36,8 @@ from attention.checks.common import (
 )
 from attention.reasons import Code, Reason
 from attention.replay.figures import half_ulp
-from attention.replay.problems import Member, Problem, build, make, members_of, spec_of
+from attention.replay.members import Member
+from attention.replay.problems import Problem, build, make, members_of, spec_of
 
 Edit = Callable[[AttentionSpec, Member], tuple[AttentionSpec, torch.Tensor | None]]
 

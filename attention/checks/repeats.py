@@ -30,7 +30,9 @@ from attention.checks.common import (
 )
 from attention.checks.memory import restrided
 from attention.reasons import Code, Reason
-from attention.replay.problems import Member, Problem, joined
+from attention.replay.members import Member
+from attention.replay.problems import Problem
+from attention.replay.truths import joined
 
 #: (planned, q, k, v) -> the static output, and how to replay.
 Capture = Callable[

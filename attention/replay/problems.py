@@ -1,9 +1,6 @@
 """Seeded problems of the tensor layer: inputs in the case's layout, with their truth.
 
-Three kinds of inputs. `normal` is N(0, 1). `needle` puts a key aligned with each query at the
-first, the last and a page-boundary position, with position-coded V: random inputs average a lost
-key away (0.7 % of the output at 16k keys), a needle does not (43 %). `large_logit` has logits of
-several tens, where a kernel that rescales wrongly overflows.
+The kinds of inputs stand in `attention.replay.inputs`.
 Slots that no member owns hold NaN, and pages are handed out in shuffled order. Sinks are large enough to matter,
 ALiBi slopes are those of models, quantised KV has scales of 1/4 and 1/2, and a custom mask hides a third of the keys.
 """
@@ -16,8 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from attention.backends.base import AttentionSpec, Batch, alibi_slopes
-from attention.backends.oracle import Truth, attend
+from attention.backends.oracle import Truth
 from attention.cases import AttentionCase, Inputs
+from attention.replay.inputs import Captured, Size, draw, stored
+from attention.replay.members import Member
+from attention.replay.truths import Oracle, compute
 
 
 @dataclass(frozen=True)
@@ -54,24 +54,20 @@ def spec_of(case: AttentionCase) -> AttentionSpec:
     )
 
 
-@dataclass(frozen=True)
-class Member:
-    """One member's inputs as they are stored: q [q_len, H, D], k and v [kv_len, G, D], mask [q_len, kv_len]."""
+def members_of(
+    case: AttentionCase, spec: AttentionSpec, inputs: Inputs, seed: int, captured: Captured | None = None
+) -> list[Member]:
+    """Seeded inputs of every member of a case, on the CPU; the same on every machine.
 
-    q_QHD: torch.Tensor
-    k_LGD: torch.Tensor
-    v_LGD: torch.Tensor
-    mask_QL: torch.Tensor | None = None
-
-
-def members_of(case: AttentionCase, spec: AttentionSpec, inputs: Inputs, seed: int) -> list[Member]:
-    """Seeded inputs of every member of a case, on the CPU; the same on every machine."""
+    `captured` is what the inputs `activations` are cut from.
+    """
     generator = torch.Generator().manual_seed(seed)
     if case.page_size is not None:
         _tables(case, case.page_size, generator)  # pages draw first, so that a seed means what it always meant
     found = []
     for one in case.members:
-        q, k, v = _member(one.q_len, one.kv_len, spec, case.page_size or 16, inputs, generator)
+        size = Size(one.q_len, one.kv_len, case.page_size or 16)
+        q, k, v = stored(spec, *draw(size, spec, inputs, generator, captured))
         mask = None
         if case.custom_mask:
             mask = torch.rand(one.q_len, one.kv_len, generator=generator) < 2 / 3
@@ -79,10 +75,18 @@ def members_of(case: AttentionCase, spec: AttentionSpec, inputs: Inputs, seed: i
     return found
 
 
-def make(case: AttentionCase, inputs: Inputs, seed: int, *, device: str = "cpu") -> Problem:
+def make(
+    case: AttentionCase,
+    inputs: Inputs,
+    seed: int,
+    *,
+    device: str = "cpu",
+    captured: Captured | None = None,
+    oracle: Oracle = compute,
+) -> Problem:
     """The problem of a case for one kind of inputs and a seed; its inputs are the same on every machine."""
     spec = spec_of(case)
-    return build(case, spec, members_of(case, spec, inputs, seed), seed=seed, device=device)
+    return build(case, spec, members_of(case, spec, inputs, seed, captured), seed=seed, device=device, oracle=oracle)
 
 
 def build(
@@ -93,6 +97,7 @@ def build(
     seed: int = 0,
     device: str = "cpu",
     poison: tuple[float, float] = (math.nan, math.nan),
+    oracle: Oracle = compute,
 ) -> Problem:
     """The problem of given members in the case's layout, with its truth.
 
@@ -100,28 +105,18 @@ def build(
     """
     page = case.page_size
     tables = _tables(case, page, torch.Generator().manual_seed(seed)) if page is not None else ()
-    here = [Member(*(None if t is None else t.to(device) for t in vars(m).values())) for m in members]  # type: ignore[arg-type]
-    truths = [attend(m.q_QHD, m.k_LGD, m.v_LGD, spec, m.mask_QL) for m in here]
     batch = Batch(
         tuple(m.q_len for m in case.members),
         tuple(m.kv_len for m in case.members),
         tables,
         page,
         layout=case.layout,
-        masks=tuple(m.mask_QL for m in here if m.mask_QL is not None) if case.custom_mask else None,
+        masks=tuple(m.mask_QL.to(device) for m in members if m.mask_QL is not None) if case.custom_mask else None,
     )
     k = _laid_out(batch, [m.k_LGD for m in members], poison[0]).to(device)
     v = _laid_out(batch, [m.v_LGD for m in members], poison[1]).to(device)
-    return Problem(batch, spec, torch.cat([m.q_QHD for m in here]), k, v, joined(truths))
-
-
-def joined(truths: list[Truth]) -> Truth:
-    """The truth of a batch from those of its members."""
-    return Truth(
-        torch.cat([t.out_QHD for t in truths]),
-        torch.cat([t.lse_QH for t in truths]),
-        torch.cat([t.rounded_QHD for t in truths]),
-    )
+    q = torch.cat([m.q_QHD for m in members]).to(device)
+    return Problem(batch, spec, q, k, v, oracle(members, spec, device))
 
 
 def _tables(case: AttentionCase, page: int, generator: torch.Generator) -> tuple[tuple[int, ...], ...]:
@@ -158,27 +153,3 @@ def _laid_out(batch: Batch, members: list[torch.Tensor], poison: float) -> torch
 
 def _full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> torch.Tensor:
     return torch.full(shape, value, dtype=torch.float32).to(dtype)
-
-
-def _member(
-    q_len: int, kv_len: int, spec: AttentionSpec, page: int, inputs: Inputs, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    q_QHD = normal(q_len, spec.heads_q, spec.head_dim_qk)
-    k_LGD = normal(kv_len, spec.heads_kv, spec.head_dim_qk)
-    v_LGD = normal(kv_len, spec.heads_kv, spec.head_dim_vo)
-    if inputs == "large_logit":
-        q_QHD, k_LGD = q_QHD * 4, k_LGD * 2
-    if inputs == "needle":
-        ratio = spec.heads_q // spec.heads_kv
-        # A logit near ln(kv_len) lets one key weigh about as much as all the others.
-        wanted = math.log(max(2, kv_len)) / spec.scale
-        # The last query gets the last key: under a causal mask no other query sees it.
-        for row, key in enumerate(sorted({0, min(page, kv_len - 1), kv_len - 1}, reverse=True)):
-            target = q_QHD[max(0, q_len - 1 - row)].view(spec.heads_kv, ratio, -1).mean(1)
-            k_LGD[key] = target * (wanted / target.square().sum(-1, keepdim=True))
-        v_LGD += torch.linspace(-1, 1, kv_len)[:, None, None]
-    store = spec.kv_dtype or spec.dtype
-    return q_QHD.to(spec.dtype), (k_LGD / spec.k_scale).to(store), (v_LGD / spec.v_scale).to(store)

@@ -9,8 +9,8 @@ import torch
 
 from attention.backends.base import member_keys
 from attention.backends.oracle import Truth, attend
-from attention.cases import AttentionCase
-from attention.replay.problems import Inputs, Problem, make
+from attention.cases import AttentionCase, Inputs
+from attention.replay.problems import Problem, make
 
 MLA = {"heads_q": 16, "heads_kv": 1, "head_dim_qk": 576, "head_dim_vo": 512}
 

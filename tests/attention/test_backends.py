@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from attention.backends import NAMES, create, expand
 from attention.backends.base import AttentionSpec, Backend, Batch, Planned, case_of
 from attention.backends.oracle import OracleBackend
-from attention.cases import AttentionCase
+from attention.cases import AttentionCase, Inputs
 from attention.confirm import backend_of, watch
 from attention.errors import UserError
 from attention.replay.figures import Figures, compare
-from attention.replay.problems import Inputs, Problem, make
+from attention.replay.problems import Problem, make
 from gates.thresholds import load_limits
 
 KERNELS = ("flash", "math")

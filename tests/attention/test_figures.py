@@ -9,7 +9,7 @@ import torch
 
 from attention.backends.oracle import Truth, attend
 from attention.cases import AttentionCase
-from attention.replay.figures import compare, half_ulp
+from attention.replay.figures import compare, half_ulp, row_name
 from attention.replay.problems import spec_of
 
 
@@ -50,7 +50,14 @@ def test_a_single_nan_takes_every_figure_with_it_and_names_its_row() -> None:
     figures = compare(out, truth.lse_QH.float(), truth, torch.bfloat16)
     assert not figures.finite_mask_equal
     assert figures.worst_row_index == 2
-    assert all(math.isnan(value) for value in (figures.max_abs, figures.r_rms, figures.r_max, figures.r_row))
+    assert (figures.num_finite_differ, figures.first_finite_differ) == (
+        1,
+        f"member 0 token 0 head 2 dim 5: nan, exact {float(truth.out_QHD[0, 2, 5]):.6g}",
+    )
+    figured = {name: value for name, value in figures.row().items() if isinstance(value, float)}
+    assert len(figured) == 12
+    assert all(math.isnan(value) for value in figured.values()), "the median error too, which one NaN does not move"
+    assert figures.lse_max_abs is None
 
 
 def test_one_wrong_row_shows_in_the_row_ratio() -> None:
@@ -99,3 +106,39 @@ def test_half_an_ulp_is_half_the_distance_to_the_next_value(dtype: torch.dtype) 
     above = torch.nextafter(values, torch.tensor(math.inf, dtype=dtype))
     distance = above.double() - values.double()
     assert torch.equal(half_ulp(values.double(), dtype), distance / 2)
+
+
+def test_a_finite_number_where_the_truth_has_none_is_named_too() -> None:
+    truth = truth_of()
+    hollow = Truth(truth.out_QHD.clone(), truth.lse_QH, truth.rounded_QHD)
+    hollow.out_QHD[0, 1, 3:] = math.inf
+    figures = compare(truth.out_QHD, None, hollow, torch.bfloat16)
+    assert (figures.finite_mask_equal, figures.num_finite_differ, figures.worst_row_index) == (False, 29, 1)
+    assert figures.first_finite_differ is not None
+    assert figures.first_finite_differ.startswith("member 0 token 0 head 1 dim 3: ")
+    assert figures.first_finite_differ.endswith("exact inf")
+
+
+def test_ulp_quantiles_count_in_the_spacing_of_the_output_at_the_exact_value() -> None:
+    truth = truth_of()
+    rounded = compare(truth.out_QHD.bfloat16(), None, truth, torch.bfloat16)
+    assert 0 < rounded.ulp_p50 < rounded.ulp_p99 <= rounded.ulp_max <= 0.5, "round to nearest is half an ulp at most"
+    # One ulp above the nearest value: between 0.5 and 1.5 everywhere. One value of 128 far off: behind the p99.
+    above = torch.nextafter(truth.out_QHD.bfloat16(), torch.tensor(math.inf, dtype=torch.bfloat16)).double()
+    above[0, 0, :1] += 1000 * 2 * half_ulp(truth.out_QHD, torch.bfloat16)[0, 0, :1]
+    figures = compare(above, None, truth, torch.bfloat16)
+    assert 0.5 <= figures.ulp_p50 <= figures.ulp_p99 <= 1.5
+    assert figures.ulp_max == pytest.approx(1000, abs=2)
+
+
+def test_the_worst_row_is_named_by_member_token_and_head() -> None:
+    assert row_name(0, 4, (2, 3)) == "member 0 token 0 head 0"
+    assert row_name(2 * 4 + 1, 4, (2, 3)) == "member 1 token 0 head 1"
+    assert row_name(9, 2, (1, 0, 5)) == "member 2 token 3 head 1", "a member without a query has no row"
+    with pytest.raises(ValueError, match="behind the last of 5 tokens"):
+        row_name(20, 4, (2, 3))
+    truth = truth_of()
+    stacked = Truth(*(torch.cat([t] * 5) for t in (truth.out_QHD, truth.lse_QH, truth.rounded_QHD)))
+    out = stacked.rounded_QHD.clone()
+    out[3, 2] *= 1.1
+    assert compare(out, None, stacked, torch.bfloat16, (2, 3)).worst_row_at == "member 1 token 1 head 2"

@@ -287,7 +287,12 @@ def test_replay_and_compare_leave_a_result_and_rows_with_whose_they_are(
     common = {"setup": setup.model_dump(mode="json"), "evidence": evidence}
     job = {
         **common,
-        "tensor": {"seeds": [0], "max_kv_len": 63},
+        "tensor": {
+            "seeds": [0],
+            "max_kv_len": 63,
+            "inputs": ["normal", "sink", "activations"],
+            "truths": str(tmp_path / "truths"),
+        },
         "model": {"prompts": [PROMPT], "max_tokens": 32, "decode_tokens": 4},
         "business": {"prompts": [PROMPT]},
     }
@@ -295,12 +300,22 @@ def test_replay_and_compare_leave_a_result_and_rows_with_whose_they_are(
     assert main(["replay", "--job", str(tmp_path / "replay.json"), "--out", str(tmp_path / "out")]) == 0
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert (result["errors"], result["cases"]) == (0, 12)
+    assert result["truths"] == {"computed": 12, "read": 0}
+    assert 0 < result["throughput"]["oracle_share"] < result["throughput"]["busy_share"] < 1
+    assert (tmp_path / "out" / "activations.safetensors").is_file()
     assert result["confirmed"]["decode"] == "torch_sdpa:flash"
     assert [answer["prompt_id"] for answer in result["answers"]] == ["p1"]
     seen = rows(tmp_path / "lake", "tensor_replay")
     assert {(r["release_id"], r["side"], r["model"], r["fingerprint_id"]) for r in seen} == {
         ("r1", "candidate", "tiny-llama", result["fingerprint_id"])
     }
+
+    assert {r["inputs"] for r in seen} == {"normal", "sink", "activations"}
+
+    assert main(["replay", "--job", str(tmp_path / "replay.json"), "--out", str(tmp_path / "out")]) == 0
+    again = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert again["truths"] == {"computed": 0, "read": 12}, "one release computes a truth once"
+    assert again["throughput"]["oracle_share"] == 0 < again["throughput"]["cases_per_minute"]
 
     recording = str(tmp_path / "out" / "hidden.safetensors")
     compare = {

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +180,25 @@ def test_the_tensor_layer_runs_every_case_input_and_seed_in_both_dtypes(setup: S
     assert all(row["r_rms"] < 50 for row in rows)
     assert {row["dtype_class"] for row in rows} == {"float32", "bfloat16"}
     assert set(rows[0]) <= set(SCHEMAS["tensor_replay"].names)
+    assert all(0 <= row["ulp_p50"] <= row["ulp_p99"] <= row["ulp_max"] for row in rows)
+    assert all(re.fullmatch(r"member \d+ token \d+ head [0-3]", row["worst_row_at"]) for row in rows)
+    assert any(row["worst_row_at"].startswith("member 1") for row in rows), "a batch of two is two members"
     assert all(json.loads(row["case_json"])["dtype"] == row["dtype_class"] for row in rows)
+
+
+def test_a_plan_runs_the_inputs_that_it_names_and_window_edges_where_a_window_hides_something(setup: Setup) -> None:
+    spec = replace(specs_of(setup.model, "float32")[0], window=(31, 0))
+    plan = TensorPlan(seeds=(0, 1), max_kv_len=63, inputs=("window_edge", "sink"))
+    rows = list(tensor.rows(setup, plan, [spec], ("float32",), MATH, 1.0))
+    found = Counter((json.loads(row["case_json"])["batch"], row["inputs"]) for row in rows)
+    assert found == {("q17", "sink"): 2, ("q1s63", "sink"): 2, ("q1s63", "window_edge"): 2}
+    assert not any("error" in row for row in rows)
+
+
+def test_only_a_table_whose_columns_changed_has_another_version() -> None:
+    versions = {name: schema.metadata[b"attention_release.version"] for name, schema in SCHEMAS.items()}
+    assert versions.pop("tensor_replay") == b"2"
+    assert versions["requests"] == b"1"
 
 
 def test_a_wrong_scale_shows_in_every_float32_case(setup: Setup) -> None:

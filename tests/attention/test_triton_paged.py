@@ -25,12 +25,12 @@ from attention.backends.triton_paged import (
     split_dim,
     split_keys,
 )
-from attention.cases import AttentionCase
+from attention.cases import AttentionCase, Inputs
 from attention.confirm import backend_of, watch
 from attention.errors import UserError
 from attention.reasons import Code
 from attention.replay.figures import compare
-from attention.replay.problems import Inputs, Problem, make, spec_of
+from attention.replay.problems import Problem, make, spec_of
 from gates.thresholds import load_limits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -215,4 +215,6 @@ def evidence(tmp_path: Path) -> Evidence:
 
 @pytest.fixture(scope="session")
 def plan() -> Plan:
-    return load_plan("demo")
+    """The demo plan, its tensor cases of one kind of inputs, as `Evidence.tensor` writes them: 8 shapes, 6 seeds."""
+    demo = load_plan("demo")
+    return demo.model_copy(update={"replay": demo.replay.model_copy(update={"inputs": ("normal",), "seeds": 6})})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from attention.schemas import write_rows
 from tasks import figures, report
 from tasks.story import Event, Story, tell
 from tests.tasks.sample_lake import SECRET, SECRET_TOKEN, failing, fill, passing
@@ -153,3 +154,26 @@ def test_a_headline_is_the_verdict_the_candidate_and_where_it_ended(
 ) -> None:
     story = Story(release_id="r1", candidate="flash", gpu="cpu", family="f", state=state, failed_gate=failed_gate)
     assert story.headline == headline
+
+
+def test_the_champions_ratios_stand_beside_the_candidates_one_row_a_case(tmp_path: Path) -> None:
+    fill(tmp_path / "lake", "r1")
+    common = {
+        "backend": "torch_sdpa:flash",
+        "case_id": "decode-x",
+        "inputs": "sink",
+        "seed": 1,
+        "dtype_class": "bfloat16",
+    }
+    for side, r_rms in (("candidate", 12.5), ("champion", 0.61)):
+        row = {**common, "side": side, "r_rms": r_rms, "r_max": r_rms, "r_row": r_rms, "worst_row_at": "member 7"}
+        write_rows(tmp_path / "lake", "tensor_replay", [row], release_id="r1")
+    story = tell(running("smollm2", "r1", "c", "rejected"), tmp_path / "lake", "r1")
+    text = report.render(story)
+    (line,) = [part for part in text.split("<tr>") if "decode-x" in part]
+    assert "12.5 | 0.61" in line
+    assert "member 7" in line
+    assert len(story.tensor) == 30, "the worst; the lake has them all"
+    assert text.count("<td>-</td>") == 29, "the sample's other cases have no champion"
+    assert SECRET not in text
+    Page(text)

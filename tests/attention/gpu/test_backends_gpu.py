@@ -19,11 +19,11 @@ import torch
 from attention import confirm
 from attention.backends import create, expand
 from attention.backends.base import Batch, Planned
-from attention.cases import AttentionCase
+from attention.cases import AttentionCase, Inputs
 from attention.errors import UserError
 from attention.matrix import declared_reasons
 from attention.replay.figures import compare
-from attention.replay.problems import Inputs, Problem, make
+from attention.replay.problems import Problem, make
 from gates.thresholds import load_limits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -18,11 +18,11 @@ import torch
 
 from attention.backends.flashinfer import FlashInfer
 from attention.backends.flashinfer_jit import jit_modules, warm
-from attention.cases import AttentionCase
+from attention.cases import AttentionCase, Inputs
 from attention.confirm import watch
 from attention.reasons import Code
 from attention.replay.figures import compare
-from attention.replay.problems import Inputs, Problem
+from attention.replay.problems import Problem
 from gates.thresholds import load_limits
 from tests.attention.flashinfer_problems import MLA, case, problem_of, shorter
 

@@ -1,0 +1,148 @@
+"""Truths that are computed once: a second run computes none, and no file is believed that is not what was written."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attention.backends.oracle import Truth
+from attention.cases import AttentionCase
+from attention.job import Setup, TensorPlan
+from attention.model import specs_of
+from attention.replay import tensor, truths
+from attention.replay.problems import make, members_of, spec_of
+from attention.replay.truths import Truths, compute, key_of
+
+CASE = AttentionCase(
+    phase="extend", batch="q3s20_q1s9", heads_q=4, heads_kv=2, head_dim_qk=16, head_dim_vo=16, dtype="bfloat16"
+)
+SPEC = spec_of(CASE)
+MEMBERS = members_of(CASE, SPEC, "normal", 3)
+PLAN = TensorPlan(seeds=(0, 1), max_kv_len=63)
+
+
+def equal(one: Truth, other: Truth) -> bool:
+    return all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(vars(one).values(), vars(other).values(), strict=True)
+    )
+
+
+def replayed(setup: Setup, folder: Path, backend: str, *, backwards: bool = False) -> tuple[Truths, list[Any]]:
+    oracle = Truths(folder)
+    resolved = dict.fromkeys(("prefill", "decode", "extend"), backend)
+    sources = tensor.Sources(oracle=oracle, backwards=backwards)
+    specs = specs_of(setup.model, "float32")
+    return oracle, list(tensor.rows(setup, PLAN, specs, ("float32", "bfloat16"), resolved, 1.0, sources=sources))
+
+
+def test_the_other_side_of_a_release_computes_no_truth_and_a_second_run_neither(setup: Setup, tmp_path: Path) -> None:
+    champion, first = replayed(setup, tmp_path, "torch_sdpa:math")
+    candidate, _ = replayed(setup, tmp_path, "torch_sdpa:flash", backwards=True)
+    again, second = replayed(setup, tmp_path, "torch_sdpa:math")
+    num = len(first)
+    assert (champion.num_computed, candidate.num_computed, again.num_computed) == (num, 0, 0)
+    assert (candidate.num_read, again.num_read) == (num, num)
+    without_time = [[{k: v for k, v in row.items() if k != "time"} for row in rows] for rows in (first, second)]
+    assert without_time[0] == without_time[1]
+    assert not any("error" in row for row in first)
+
+
+def test_two_sides_that_meet_in_the_middle_share_the_work(setup: Setup, tmp_path: Path) -> None:
+    forward, backward = (
+        replayed(setup, tmp_path / name, "torch_sdpa:math", backwards=b)[1] for name, b in (("a", False), ("b", True))
+    )
+    assert [row["case_id"] for row in forward] == [row["case_id"] for row in reversed(backward)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_what_is_read_is_what_was_computed_to_the_bit(tmp_path: Path, dtype: str) -> None:
+    case = CASE.model_copy(update={"dtype": dtype})
+    made = [make(case, "large_logit", 5, oracle=Truths(tmp_path)).truth for _ in range(2)]
+    assert equal(*made)
+    assert equal(made[1], make(case, "large_logit", 5).truth)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_layout_and_pages_share_a_truth(tmp_path: Path) -> None:
+    oracle = Truths(tmp_path)
+    ragged = CASE.model_copy(update={"layout": "ragged", "page_size": None})
+    contiguous = CASE.model_copy(update={"layout": "contiguous", "page_size": None})
+    for case in (ragged, contiguous):
+        make(case, "normal", 0, oracle=oracle)
+    assert (oracle.num_computed, oracle.num_read) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: (MEMBERS, replace(SPEC, scale=SPEC.scale * 1.01)),
+        lambda: (MEMBERS, replace(SPEC, window=(3, 0))),
+        lambda: (members_of(CASE, SPEC, "normal", 4), SPEC),
+        lambda: (members_of(CASE, SPEC, "needle", 3), SPEC),
+        lambda: (MEMBERS[::-1], SPEC),
+        lambda: ([replace(MEMBERS[0], mask_QL=torch.ones(3, 20, dtype=torch.bool)), MEMBERS[1]], SPEC),
+        lambda: ([replace(MEMBERS[0], k_LGD=MEMBERS[0].v_LGD, v_LGD=MEMBERS[0].k_LGD), MEMBERS[1]], SPEC),
+    ],
+    ids=["scale", "window", "seed", "inputs", "order", "mask", "k and v swapped"],
+)
+def test_another_question_has_another_key(other: Callable[[], Any]) -> None:
+    assert key_of(*other()) != key_of(MEMBERS, SPEC)
+
+
+def test_another_oracle_has_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key_of(MEMBERS, SPEC)
+    monkeypatch.setattr(truths, "oracle_version", lambda: "another")
+    assert key_of(MEMBERS, SPEC) != before
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1
+    path.write_bytes(data)
+
+
+def _edit(path: Path) -> None:
+    """A well-formed file with another number and the old seal."""
+    with np.load(path) as file:
+        arrays = dict(file)
+    arrays["out"][0, 0, 0] += 1e-3
+    with path.open("wb") as sink:
+        np.savez(sink, **arrays)
+
+
+def _of_another_seed(path: Path) -> None:
+    """A true file of ours under another's name."""
+    folder = path.parent / "elsewhere"
+    Truths(folder)(members_of(CASE, SPEC, "normal", 4), SPEC, "cpu")
+    (other,) = folder.glob("*.npz")
+    shutil.copy(other, path)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [_cut, _flip_a_bit, _edit, _of_another_seed, lambda path: path.write_bytes(b""), lambda path: path.write_text("x")],
+    ids=["cut off", "a bit flipped", "edited", "foreign", "empty", "text"],
+)
+def test_a_file_that_is_not_what_was_written_is_computed_anew_and_replaced(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    exact = compute(MEMBERS, SPEC, "cpu")
+    Truths(tmp_path)(MEMBERS, SPEC, "cpu")
+    (path,) = tmp_path.glob("*.npz")
+    spoil(path)
+    second, third = Truths(tmp_path), Truths(tmp_path)
+    assert equal(second(MEMBERS, SPEC, "cpu"), exact)
+    assert (second.num_computed, second.num_read) == (1, 0)
+    assert equal(third(MEMBERS, SPEC, "cpu"), exact)
+    assert (third.num_computed, third.num_read) == (0, 1)
