@@ -34,11 +34,14 @@ class ReplayPlan(_Section):
     model_prompts: int = Field(ge=1)
     model_tokens: int = Field(ge=8)  # teacher-forced tokens a prompt
     decode_tokens: int = Field(ge=1)  # of these, forced one by one through the KV cache
-    golden_prompts: int | None = Field(default=None, ge=1)  # None: all
-    golden_max_tokens: int = Field(default=24, ge=1)
+    golden_prompts: int | None = Field(default=None, ge=1)  # drawn from those that fit; None: all that fit
+    golden_max_tokens: int = Field(ge=1)  # prompts that may need a longer answer are left out, never cut
+    golden_max_chars: int | None = Field(default=None, ge=1)  # prompts longer than this are left out
     min_cases: int = Field(ge=1)
     min_positions: int = Field(ge=1)
     min_golden_passes: int = Field(ge=1)  # champion's successes, over all categories
+    # Its successes in each category; None: the sample is too small to judge categories apart.
+    min_category_passes: int | None = Field(default=None, ge=1)
 
     @field_validator("inputs")
     @classmethod
