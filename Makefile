@@ -2,6 +2,7 @@
 #
 #   make release [FRESH=1] [KEEP=1] [RETRY=1]   one release on this machine, traffic shift included
 #   make test | test-all                        fast tests | the slow ones too
+#   make other-torch                            a second environment, with another torch, for the slow tests
 #   make ui                                     review in MLflow's UI
 PYTHON ?= python3
 VENV   := .venv
@@ -9,9 +10,12 @@ BIN    := $(VENV)/bin
 HOME_DIR := $(or $(ATTENTION_RELEASE_HOME),data)
 CANDIDATE ?= data/candidates/torch-flash-cpu.yaml
 UI_PORT ?= 5000
+# What the plan of test_cross_version is recorded under beside constraints.txt's; any version that pip can fetch.
+OTHER_TORCH ?= 2.14.1
+OTHER  := $(VENV)-torch-$(OTHER_TORCH)
 TELEMETRY := eval "$$($(PYTHON) flows/telemetry.py)"
 
-.PHONY: release test test-all lint ui model setup clean
+.PHONY: release test test-all lint ui model other-torch setup clean
 .DEFAULT_GOAL := release
 
 release: setup model
@@ -24,6 +28,7 @@ test: setup model lint
 	@$(BIN)/python -m pytest -m "not slow and not gpu"
 
 test-all: setup model lint
+	@$(MAKE) --no-print-directory other-torch || echo "not run: tests/attention/test_cross_version.py (see above)"
 	@$(BIN)/python -m pytest -m "not gpu" && echo "not run here: tests marked gpu (they need a CUDA device)"
 
 lint: setup
@@ -37,6 +42,16 @@ ui: setup
 
 model: setup
 	@$(BIN)/python -m data.model_setup
+
+other-torch: $(OTHER)/installed
+
+# Only torch and what it needs differ from $(VENV): the other packages of `attention` are the same.
+$(OTHER)/installed: constraints.txt
+	@echo "other-torch: torch $(OTHER_TORCH) in $(OTHER) (up to 6 GB, 4 minutes and more)"
+	@$(PYTHON) -m venv $(OTHER)
+	@grep -iE '^(numpy|packaging|pyarrow|pydantic|pydantic_core|pyyaml)==' constraints.txt >$(OTHER)/constraints.txt
+	@$(OTHER)/bin/pip install --disable-pip-version-check -c $(OTHER)/constraints.txt "torch==$(OTHER_TORCH)" -e .
+	@touch $@
 
 setup: $(VENV)/installed
 
@@ -52,4 +67,4 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 clean:
 	@$(BIN)/python -m flows down >/dev/null 2>&1 || true
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(VENV)-torch-* .pytest_cache .mypy_cache .ruff_cache *.egg-info

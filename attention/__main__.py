@@ -498,6 +498,7 @@ def _replay(args: argparse.Namespace) -> int:
     from attention import startup
     from attention.model import specs_of
     from attention.replay import business, prompts, tensor
+    from attention.replay.throughput import Meter
     from attention.replay.truths import Truths, compute
 
     job: ReplayJob = _job(args, ReplayJob)
@@ -505,12 +506,11 @@ def _replay(args: argparse.Namespace) -> int:
     found = startup.identify(job.setup, dispatcher)
     runner = startup.load(job.setup, dispatcher)
     specs = specs_of(job.setup.model, found.identity.dtype)
-    truths = Truths(job.tensor.truths) if job.tensor.truths else None
-    sources = tensor.Sources(
-        captured=_captured(runner, job, specs, args.out),
-        oracle=truths or compute,
-        backwards=job.evidence.side == "candidate",
-    )
+    captured = _captured(runner, job, specs, args.out)
+    meter = Meter(job.setup.device)
+    oracle = meter.oracle(compute)
+    truths = Truths(job.tensor.truths, oracle) if job.tensor.truths else None
+    sources = tensor.Sources(captured, oracle=truths or oracle, backwards=job.evidence.side == "candidate", meter=meter)
     rows = list(
         tensor.rows(
             job.setup,
@@ -523,6 +523,7 @@ def _replay(args: argparse.Namespace) -> int:
             sources,
         )
     )
+    throughput = meter.summary(len(rows))
     recorded = prompts.record_side(runner, job, found, args.out, _progress)
     answers = business.answer(runner, job.business, _progress("business replay"))
     _rows(job.evidence, "tensor_replay", rows, found.id, found.identity.model_id)
@@ -530,6 +531,7 @@ def _replay(args: argparse.Namespace) -> int:
         "fingerprint_id": found.id,
         "cases": len(rows),
         "errors": sum("error" in row for row in rows),
+        "throughput": throughput.row(),
         "truths": {"computed": truths.num_computed, "read": truths.num_read} if truths else None,
         **recorded,
         "answers": answers.model_dump()["answers"],

@@ -24,9 +24,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 
 from attention import STARTED
 from attention.bench_contenders import READS, Shape, shapes, wired
@@ -107,6 +108,7 @@ def bench(
             note(one)
 
     def measure(keys: list[str]) -> None:
+        stopped = Event()
         until = None if deadline is None else time.monotonic() + _CHECKS * (deadline - time.monotonic())
         # One worker goes through the shapes of a contender: it is imported once.
         parts: dict[str, list[str]] = {}
@@ -116,9 +118,10 @@ def bench(
         lanes = [[key for part in some[i::jobs] for key in part] for i in range(min(jobs, len(some)))]
 
         def check(lane: list[str]) -> list[Outcome]:
-            return in_workers(_COMMAND, task, lane, timeout_s=timeout_s, deadline=until, heard=failed)
+            return in_workers(_COMMAND, task, lane, timeout_s=timeout_s, deadline=until, stopped=stopped, heard=failed)
 
-        with ThreadPoolExecutor(max_workers=jobs) as pool:
+        with ThreadPoolExecutor(max_workers=jobs) as pool, ExitStack() as ends:
+            ends.callback(stopped.set)  # before the pool waits: Ctrl-C ends its workers
             checked = {one.name: one for found in pool.map(check, lanes) for one in found}
         sound = [key for key in keys if checked[key].error is None]
         for key in set(keys) - set(sound):

@@ -197,6 +197,14 @@ def causal_of_top_left(q_len: int, kv_len: int) -> tuple[bool, Window]:
     )
 
 
+def kv_dtype_of(name: str) -> str:
+    """`auto` or torch's name of a KV dtype, by that name or an engine's. UserError for an unknown one."""
+    found = KV_DTYPE_ALIASES.get(name, name)
+    if found != "auto" and found not in DTYPE_BYTES:
+        raise UserError(f"kv_dtype {name!r}: {nearest(name, ['auto', *DTYPE_BYTES, *KV_DTYPE_ALIASES])}")
+    return found
+
+
 def natural_lse(lse_base2: Any) -> Any:
     """A base-2 LSE, as FlashInfer's native kernels give it, as a natural logarithm; a number or a tensor."""
     return lse_base2 * math.log(2)
@@ -233,10 +241,7 @@ class AttentionCase(BaseModel):
     @field_validator("kv_dtype")
     @classmethod
     def _known(cls, value: str) -> str:
-        name = KV_DTYPE_ALIASES.get(value, value)
-        if name != "auto" and name not in DTYPE_BYTES:
-            raise UserError(f"kv_dtype {value!r}: {nearest(value, ['auto', *DTYPE_BYTES, *KV_DTYPE_ALIASES])}")
-        return name
+        return kv_dtype_of(value)
 
     @field_validator("window")
     @classmethod

@@ -20,13 +20,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from threading import Thread
+from threading import Event, Thread
 from typing import IO, Any
 
 from attention.errors import one_line
 from attention.lifetime import die_with_parent, end_group
 
 NOT_RUN = "not run: the time was spent before it"
+_TICK_S = 0.2  # between two looks at whether the time is over
 _EXIT_S = 20.0  # a process that has closed its stdout may hang in its exit handlers
 
 
@@ -46,21 +47,29 @@ def in_workers(
     *,
     timeout_s: float,
     deadline: float | None = None,
+    stopped: Event | None = None,
     heard: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """An outcome for every name, in their order; `heard` gets each at once. `deadline` is of `time.monotonic`."""
+    """An outcome for every name, in their order; `heard` gets each at once.
+
+    `deadline` is of `time.monotonic`. Then, or once `stopped` is set (a thread has no Ctrl-C of its own), the worker is
+    killed and the rest is NOT_RUN.
+    """
     found: dict[str, Outcome] = {}
+
+    def is_over() -> bool:
+        return (stopped is not None and stopped.is_set()) or (deadline is not None and time.monotonic() >= deadline)
 
     def note(one: Outcome) -> None:
         found[one.name] = one
         heard(one)
 
     while left := [name for name in names if name not in found]:
-        if deadline is not None and time.monotonic() >= deadline:
+        if is_over():
             for name in left:
                 note(Outcome(name, error=NOT_RUN))
             break
-        at, why = _one_worker(command, {**task, "names": left}, timeout_s, deadline, note)
+        at, why = _one_worker(command, {**task, "names": left}, timeout_s, is_over, note)
         missing = [name for name in left if name not in found]
         if why is None:
             for name in missing:
@@ -77,19 +86,23 @@ def _one_worker(
     command: Sequence[str],
     task: dict[str, Any],
     timeout_s: float,
-    deadline: float | None,
+    is_over: Callable[[], bool],
     note: Callable[[Outcome], None],
 ) -> tuple[str | None, str | None]:
     """The name that one worker was at last, and why it ended early (None: it did not)."""
     at: str | None = None
     with Child(command, json.dumps(task)) as child:
+        said_at = time.monotonic()
         while True:
-            wait_s = timeout_s if deadline is None else min(timeout_s, deadline - time.monotonic())
             try:
-                line = child.line(wait_s)
+                line = child.line(_TICK_S)
             except TimeoutError:
-                spent = deadline is not None and time.monotonic() >= deadline
-                return at, NOT_RUN if spent else f"no answer within {timeout_s:g} s"
+                if is_over():
+                    return at, NOT_RUN
+                if time.monotonic() - said_at >= timeout_s:
+                    return at, f"no answer within {timeout_s:g} s"
+                continue
+            said_at = time.monotonic()
             if line is None:
                 how = child.death()
                 return at, None if how is None else f"the worker died {how}"

@@ -78,9 +78,7 @@ class TensorPlan(_Strict):
     seeds: tuple[int, ...]
     max_kv_len: int
     inputs: tuple[Inputs, ...] = REPLAY_INPUTS
-    kv_dtypes: tuple[str, ...] = (
-        "auto",
-    )  # of the cache: auto is q's dtype; float8_e4m3fn for a service that quantises
+    kv_dtypes: tuple[str, ...] = ("auto",)  # of the cache: auto is q's dtype; float8_e4m3fn where a service quantises
     activations: Path | None = None  # default: activations.safetensors beside the job's results
     truths: Path | None = None  # folder of the oracle's answers, shared by whoever names it; default: compute anew
 

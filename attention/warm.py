@@ -19,9 +19,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 
 from attention import STARTED, jit
@@ -157,7 +158,7 @@ def compile_all(
     A worker of FlashInfer compiles one module; the others, whose cases take seconds, go through their part of all.
     """
     rows: list[Compiled] = []
-    lock = Lock()
+    lock, stopped = Lock(), Event()
     longest_first = sorted(wanted, key=lambda name: list(COMPILING).index(name) if name in COMPILING else -1)
     lanes = {name: _lanes(name, list(wanted[name])) for name in longest_first}
     running: dict[Future[None], tuple[str, int]] = {}
@@ -174,9 +175,10 @@ def compile_all(
                 heard(row)
 
         task = {"device": device, "cores": cores}
-        in_workers(command, task, list(names), timeout_s=timeout_s, deadline=deadline, heard=hear)
+        in_workers(command, task, list(names), timeout_s=timeout_s, deadline=deadline, stopped=stopped, heard=hear)
 
-    with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
+    with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool, ExitStack() as ends:
+        ends.callback(stopped.set)  # before the pool waits: Ctrl-C ends its workers
         while any(lanes.values()) or running:
             for backend, waiting in lanes.items():
                 share = COMPILING.get(backend, Share(4))

@@ -15,11 +15,12 @@ from attention.faults import check_fault
 from attention.model_config import model_revision
 from attention.yaml_file import read_yaml
 from data.environment import load_environment
-from data.paths import GOLDEN_FILE, candidates_dir, check_part, family_of, model_path, repo_dir
+from data.paths import candidates_dir, check_part, family_of, model_path, repo_dir
 from data.plan import Plan, load_plan
 from data.readers import FORMATS, format_of
 
 if TYPE_CHECKING:
+    from data.golden_set import Drawn
     from data.requests import Traffic
 
 DRILL_FOLDER = "drill"
@@ -81,6 +82,7 @@ class Candidate(_Strict):
     waves: tuple[Wave, ...] = Field(min_length=1)
     plan: str = "full"
     traffic: TrafficSource
+    golden: str = "data/golden/golden.jsonl"  # prompts whose answers a rule can judge: data/golden_set.py
     fault: str | None = None  # drills only: see attention/faults.py
 
     @model_validator(mode="after")
@@ -111,6 +113,7 @@ class Loaded(_Strict):
     plan: Plan
     policy_path: Path
     traffic_path: Path
+    golden_path: Path
     cells: tuple[Cell, ...]
     identity: str  # hash of candidate, policy, plan, thresholds, environment, traffic, golden set and models
 
@@ -121,6 +124,12 @@ class Loaded(_Strict):
         return read_traffic(
             self.traffic_path, format=self.candidate.traffic.format, max_requests=self.plan.traffic.max_requests
         )
+
+    def golden(self) -> Drawn:
+        """The golden prompts that the plan asks for."""
+        from data.golden_set import draw
+
+        return draw(self.golden_path, self.plan.replay)
 
 
 def load_candidate(path: Path) -> Loaded:
@@ -136,7 +145,11 @@ def load_candidate(path: Path) -> Loaded:
     traffic_path = _find(path, "traffic.source", candidate.traffic.source)
     if candidate.traffic.format is None:
         format_of(traffic_path)
+    golden_path = _find(path, "golden", candidate.golden)
     plan = load_plan(candidate.plan)
+    from data.golden_set import draw
+
+    draw(golden_path, plan.replay)
     cells = tuple(_cell(path, wave, model) for wave in candidate.waves for model in wave.models)
     _check_cells(path, cells)
     parts = [
@@ -146,7 +159,7 @@ def load_candidate(path: Path) -> Loaded:
         (repo_dir() / "gates" / "thresholds.yaml").read_text(),
         environment.digest(),
         _digest(traffic_path),
-        _digest(GOLDEN_FILE),
+        _digest(golden_path),
         *(model_revision(folder) for folder in dict.fromkeys(cell.model_path for cell in cells)),
     ]
     identity = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
@@ -156,6 +169,7 @@ def load_candidate(path: Path) -> Loaded:
         plan=plan,
         policy_path=policy_path,
         traffic_path=traffic_path,
+        golden_path=golden_path,
         cells=cells,
         identity=identity,
     )

@@ -6,8 +6,10 @@ model need not get all of them. A grader is data here; `tasks/grade.py` applies 
 
 from __future__ import annotations
 
+import math
 import random
 import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +17,46 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from jsonschema import Draft202012Validator, SchemaError
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from attention.errors import UserError
 from data.jsonl import Rejected, read_jsonl
 from data.paths import GOLDEN_FILE
+from data.plan import ReplayPlan
 from data.requests import Message
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+}
+
+
+def _says_something(value: str) -> str:
+    """A value of nothing but quotes, spaces and final marks would equal every other of its kind."""
+    if not normalise(value):
+        raise ValueError(f"{value!r} has nothing to compare beside quotes, spaces and final marks")
+    return value
+
+
+def normalise(text: str) -> str:
+    """`level`, then quotes around the text and final marks removed: how `exact` compares."""
+    return level(text).strip("\"' ").rstrip(".!。।۔").strip("\"' ")
+
+
+def level(text: str) -> str:
+    """Case, full and half width, spacing and typographic quotes levelled. Superscripts stay what they are."""
+    narrow = "".join(unicodedata.normalize("NFKC", c) if c in _WIDE else c for c in text)
+    return " ".join(unicodedata.normalize("NFC", narrow).translate(_QUOTES).casefold().split())
+
+
+_WIDE = frozenset(map(chr, (0x3000, *range(0xFF01, 0xFFEF))))
+_QUOTES = str.maketrans(dict.fromkeys("’‘‚`´‹›", "'") | dict.fromkeys("“”„«»", '"'))
+
+Text = Annotated[str, AfterValidator(_says_something)]
 
 
 class _Strict(BaseModel):
@@ -27,24 +64,24 @@ class _Strict(BaseModel):
 
 
 class Exact(_Strict):
-    """The whole answer equals `value`, but for case, spacing, quotes around it and a final mark."""
+    """The whole answer equals `value`, but for case, width, spacing, quotes around it and a final mark."""
 
     kind: Literal["exact"]
-    value: str = Field(min_length=1)
+    value: Text
 
 
 class OneOf(_Strict):
     """The whole answer equals one of `values`, as `exact` compares."""
 
     kind: Literal["one_of"]
-    values: tuple[str, ...] = Field(min_length=1)
+    values: tuple[Text, ...] = Field(min_length=1)
 
 
 class Contains(_Strict):
-    """Every one of `values` stands in the answer, case and spacing aside."""
+    """Every one of `values` stands in the answer as whole words and whole numbers, case and spacing aside."""
 
     kind: Literal["contains"]
-    values: tuple[str, ...] = Field(min_length=1)
+    values: tuple[Text, ...] = Field(min_length=1)
 
 
 class Regex(_Strict):
@@ -87,9 +124,20 @@ class Argument(_Strict):
     accept: tuple[Any, ...] = Field(min_length=1)
     required: bool = True
 
+    @model_validator(mode="after")
+    def _accepts_its_own_type(self) -> Argument:
+        for value in self.accept:
+            if not self.is_of_type(value):
+                raise ValueError(f"accept: {value!r} is no {self.type}, so it could never pass")
+        return self
+
+    def is_of_type(self, value: Any) -> bool:
+        """Whether a value has the type: 4.0 is no integer, "4" no number, true neither; 4 is a number."""
+        return isinstance(value, _TYPES[self.type]) and isinstance(value, bool) == (self.type == "boolean")
+
 
 class ToolCall(_Strict):
-    """The answer is one call of `name`: JSON `{"name", "arguments"}` or `name(argument=value, ...)`."""
+    """The answer is one call of `name` and nothing else: JSON `{"name", "arguments"}` or `name(argument=value)`."""
 
     kind: Literal["tool_call"]
     name: str
@@ -97,11 +145,13 @@ class ToolCall(_Strict):
 
 
 class Refusal(_Strict):
-    """The answer refuses, or, with `expected: false`, does not."""
+    """The answer opens with a refusal, or, with `expected: false`, does not."""
 
     kind: Literal["refusal"]
     expected: bool
 
+
+SAMPLE_SEED = 20261129  # the same choice in every release of a plan
 
 Grader = Annotated[Exact | OneOf | Contains | Regex | JsonSchema | ToolCall | Refusal, Field(discriminator="kind")]
 
@@ -109,18 +159,31 @@ Grader = Annotated[Exact | OneOf | Contains | Regex | JsonSchema | ToolCall | Re
 class GoldenPrompt(_Strict):
     """One prompt of the set."""
 
-    prompt_id: str = Field(min_length=1)
-    category: Literal["copy", "answer", "json", "tool_call", "format", "refusal"]
-    language: str  # ISO 639-1
+    prompt_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,63}$")  # reports and MLflow show it
+    category: str = Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")  # judged apart; a check is named by it
+    language: str = Field(pattern=r"^[a-z]{2,3}$")  # ISO 639
     messages: tuple[Message, ...] = Field(min_length=1)
+    tools: tuple[dict[str, Any], ...] | None = None  # offered through the chat template, where it knows tools
     max_tokens: int = Field(ge=1)  # enough for the right answer; generation is greedy
     grader: Grader
+
+    @property
+    def num_chars(self) -> int:
+        return sum(len(message.content) for message in self.messages)
 
 
 @dataclass(frozen=True)
 class GoldenSet:
     prompts: list[GoldenPrompt]  # in order of the file
     rejected: list[Rejected]
+
+
+@dataclass(frozen=True)
+class Drawn(GoldenSet):
+    """What a plan asks of a set."""
+
+    num_usable: int  # prompts of the whole set
+    num_unfit: int  # of these, longer than the plan allows
 
 
 def load_golden(path: Path = GOLDEN_FILE) -> GoldenSet:
@@ -130,6 +193,27 @@ def load_golden(path: Path = GOLDEN_FILE) -> GoldenSet:
     """
     prompts, rejected = read_jsonl(path, GoldenPrompt, lambda prompt: prompt.prompt_id, "golden set")
     return GoldenSet(prompts, rejected)
+
+
+def draw(path: Path, plan: ReplayPlan) -> Drawn:
+    """The prompts that a plan asks of a golden file: a sample of those whose length fits it.
+
+    Raises UserError as `load_golden` does, and when no prompt fits.
+    """
+    golden = load_golden(path)
+    longest = plan.golden_max_chars or math.inf
+    fitting = [p for p in golden.prompts if p.max_tokens <= plan.golden_max_tokens and p.num_chars <= longest]
+    if not fitting:
+        raise UserError(
+            f"golden set {path}: none of its {len(golden.prompts)} prompts fits the plan's golden_max_tokens "
+            f"{plan.golden_max_tokens} and golden_max_chars {plan.golden_max_chars}; raise them or shorten a prompt"
+        )
+    return Drawn(
+        prompts=sample(fitting, plan.golden_prompts, SAMPLE_SEED),
+        rejected=golden.rejected,
+        num_usable=len(golden.prompts),
+        num_unfit=len(golden.prompts) - len(fitting),
+    )
 
 
 def sample(golden: Sequence[GoldenPrompt], n: int | None, seed: int) -> list[GoldenPrompt]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from attention.cases import REPLAY_INPUTS, Inputs
+from attention.cases import REPLAY_INPUTS, Inputs, kv_dtype_of
 from attention.errors import UserError, is_file, nearest, shown
 from attention.yaml_file import read_yaml
 
@@ -34,11 +34,24 @@ class ReplayPlan(_Section):
     model_prompts: int = Field(ge=1)
     model_tokens: int = Field(ge=8)  # teacher-forced tokens a prompt
     decode_tokens: int = Field(ge=1)  # of these, forced one by one through the KV cache
-    golden_prompts: int | None = Field(default=None, ge=1)  # None: all
-    golden_max_tokens: int = Field(default=24, ge=1)
+    golden_prompts: int | None = Field(default=None, ge=1)  # drawn from those that fit; None: all that fit
+    golden_max_tokens: int = Field(ge=1)  # prompts that may need a longer answer are left out, never cut
+    golden_max_chars: int | None = Field(default=None, ge=1)  # prompts longer than this are left out
     min_cases: int = Field(ge=1)
     min_positions: int = Field(ge=1)
     min_golden_passes: int = Field(ge=1)  # champion's successes, over all categories
+    # Its successes in each category; None: the sample is too small to judge categories apart.
+    min_category_passes: int | None = Field(default=None, ge=1)
+
+    @field_validator("inputs")
+    @classmethod
+    def _once(cls, value: tuple[Inputs, ...]) -> tuple[Inputs, ...]:
+        return tuple(dict.fromkeys(value))
+
+    @field_validator("kv_dtypes")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(map(kv_dtype_of, value)))
 
 
 class BaselinePlan(_Section):

@@ -283,6 +283,34 @@ def watch(gpu: Gpu = "cpu", family: Family = "smollm2") -> None:
     module.watch(gpu, family)
 
 
+@app.command()
+def drill(
+    small: Annotated[bool, typer.Option("--small", help="the part that `make test` runs")] = False,
+    rows: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="judge what python -m attention.drill.measure measured")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="repeat a run; default: a fresh seed")] = None,
+    without: Annotated[
+        str | None, typer.Option(help="leave a check out, to see that faults escape then", callback=_text)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Inject faults into kernels: are all caught, and nothing sound?"""
+    from flows import drill as module
+    from flows.terminal import progress
+    from tasks import drill as task
+
+    say = progress(to_stderr=as_json)
+    if rows is not None:
+        if small or seed is not None:
+            raise UserError("--rows has a plan and a seed of its own: leave --small and --seed out")
+        found = task.judge_rows(rows, without=without, say=say)
+    else:
+        found = task.drill("small" if small else "full", seed=seed, without=without, say=say)
+    _show(found, module.render, as_json)
+    raise typer.Exit(found.exit_code)
+
+
 def _show(model: Any, render: Any, as_json: bool) -> None:
     if as_json:
         print(model.model_dump_json(indent=1))

@@ -186,7 +186,10 @@ def _source(stage: str, check: Check) -> tuple[str, str, dict[str, Any]]:
         return _select("model_replay", _TOKENS, mode, order)
     if stage == "replay" and layer == "business":
         columns = "prompt_id, category, side, passed, grader"
-        return _select("business_replay", columns, "passed is not true", "prompt_id, side")
+        condition, category = "passed is not true", {}
+        if "." in rest:  # a check of one category
+            condition, category = f"{condition} and category = $category", {"category": rest.partition(".")[0]}
+        return _select("business_replay", columns, condition, "prompt_id, side", **category)
     if stage == "replay":
         order = last if last in ("r_rms", "r_max", "r_row") else "lse_max_abs" if last == "lse" else "r_rms"
         order = f"error nulls last, {order} desc nulls first"

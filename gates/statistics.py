@@ -65,10 +65,10 @@ def rate(num_events: int, num_trials: int, confidence: float = CONFIDENCE) -> In
     return Interval(num_events / num_trials, low, high)
 
 
-def rate_phrase(name: str, num_events: int, num_trials: int) -> str:
+def rate_phrase(name: str, num_events: int, num_trials: int, confidence: float = CONFIDENCE) -> str:
     """`flip rate 0.6 % (0 of 480, 95 %)`: the rate that could still hide behind the observation."""
-    high = rate(num_events, num_trials).high
-    return f"{name} {percent(high)} ({num_events} of {num_trials}, {CONFIDENCE:.0%})".replace("95%", "95 %")
+    high = rate(num_events, num_trials, confidence).high
+    return f"{name} {percent(high)} ({num_events} of {num_trials}, {100 * confidence:.3g} %)"
 
 
 def share_p_value(num_events: int, num_trials: int, share: float) -> float:

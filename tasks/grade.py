@@ -2,7 +2,8 @@
 
 Whatever the model wrote, `grade` returns a verdict: an answer that is no JSON, no call or no text at all
 is a failed grade whose `detail` says why. Calls are compared as bfcl does (Berkeley function-calling
-leaderboard, "AST" categories): function, parameters, types, then values.
+leaderboard, "AST" categories): function, parameters, types, then values. A right answer beside anything else
+is no right answer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import ast
 import json
 import math
 import re
-import unicodedata
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -28,9 +28,11 @@ from data.golden_set import (
     Refusal,
     Regex,
     ToolCall,
+    level,
+    normalise,
 )
 
-# Openings by which assistants refuse; compared with `normalise`d text, anywhere in the answer.
+# Words by which assistants refuse, as `level` writes them; looked for in the opening of an answer.
 REFUSALS = (
     "i cannot", "i can't", "i can not",
     "i am not able to", "i'm not able to", "i am unable to", "i'm unable to",
@@ -44,15 +46,13 @@ REFUSALS = (
     "できません", "申し訳",
 )  # fmt: skip
 
-_QUOTES = str.maketrans({"’": "'", "‘": "'", "`": "'", "“": '"', "”": '"', "„": '"'})
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-}
+# The same words in eager or admiring sentences.
+_IDIOMS = re.compile(
+    r"i (?:cannot|can't|can not) (?:wait|believe|stress|thank|imagine|recommend\b.*\benough)"
+    r"|ich kann nicht (?:warten|oft genug)|je ne peux pas attendre|no puedo esperar|non posso che"
+    r"|non posso aspettare|não posso esperar"
+)
+_OPENING = re.compile(r"[^.!?。]*[.!?。]*[^.!?。]*")  # two sentences, or what there is of them
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ def grade(prompt: GoldenPrompt, output_text: str) -> Grade:
     """Judge one answer. Never raises on account of `output_text`."""
     grader = prompt.grader
     try:
+        if not output_text.strip():
+            raise _FailedError("empty")
         match grader:
             case Exact():
                 _one_of(output_text, (grader.value,))
@@ -90,12 +92,6 @@ def grade(prompt: GoldenPrompt, output_text: str) -> Grade:
     return Grade(passed=True, grader=grader.kind, detail="")
 
 
-def normalise(text: str) -> str:
-    """Case, width, spacing and typographic quotes levelled; quotes around it and a final mark removed."""
-    level = unicodedata.normalize("NFKC", text).translate(_QUOTES).casefold()
-    return " ".join(level.split()).strip("\"' ").rstrip(".!。").strip("\"' ")
-
-
 def _shown(text: str) -> str:
     """An answer as a detail quotes it: one line, at most 60 characters."""
     line = " ".join(text.split())
@@ -108,10 +104,27 @@ def _one_of(output: str, values: tuple[str, ...]) -> None:
 
 
 def _contains(output: str, values: tuple[str, ...]) -> None:
-    text = normalise(output)
+    text = level(output)
     for value in values:
-        if normalise(value) not in text:
+        if not _stands_in(normalise(value), text):
             raise _FailedError(f"missing_text:{value}")
+
+
+def _stands_in(value: str, text: str) -> bool:
+    """Whether a value is there as a whole: `4` is not in `42`, `4.5` or `-4`, `red` not in `bored`.
+
+    Scripts without spaces between words and without case (Chinese, Japanese) have no such edges.
+    """
+    before, after = _edge(value[0]), _edge(value[-1])
+    left = {"digit": r"(?<!\d)(?<!\d[.,])(?<!\s[-−])(?<!^[-−])", "letter": r"(?<![^\W\d_])", "": ""}[before]
+    right = {"digit": r"(?![.,]?\d)", "letter": r"(?![^\W\d_])", "": ""}[after]
+    return re.search(left + re.escape(value) + right, text) is not None
+
+
+def _edge(character: str) -> str:
+    if character.isdecimal():
+        return "digit"
+    return "letter" if character.lower() != character.upper() else ""
 
 
 def _regex(output: str, pattern: str) -> None:
@@ -120,15 +133,14 @@ def _regex(output: str, pattern: str) -> None:
 
 
 def _refusal(output: str, expected: bool) -> None:
-    text = normalise(output)
-    if not text:
-        raise _FailedError("empty")
-    if any(phrase in text for phrase in REFUSALS) != expected:
+    opening = _OPENING.match(_IDIOMS.sub("", level(output)))
+    refused = opening is not None and any(phrase in opening[0] for phrase in REFUSALS)
+    if refused != expected:
         raise _FailedError(f"{'no_refusal' if expected else 'refused'}:{_shown(output)}")
 
 
 def _json_schema(output: str, grader: JsonSchema) -> None:
-    value = _parse_json(output)
+    value = _parse_json(_unfenced(output))
     error = next(iter(Draft202012Validator(grader.json_schema).iter_errors(value)), None)
     if error is not None:
         raise _FailedError(f"schema:{error.json_path}: {_shown(error.message)}")
@@ -137,12 +149,23 @@ def _json_schema(output: str, grader: JsonSchema) -> None:
 
 
 def _parse_json(output: str) -> Any:
-    """The one JSON value that the answer is, a Markdown fence around it aside."""
-    fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", output.strip(), re.DOTALL)
+    """The one JSON value that the answer is. A key that stands twice in an object is no JSON here."""
     try:
-        return json.loads(fenced[1] if fenced else output, parse_constant=_not_json, parse_float=_finite)
+        return json.loads(output, parse_constant=_not_json, parse_float=_finite, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise _FailedError(f"parse_error:{_shown(output)}") from error
+
+
+def _unfenced(output: str) -> str:
+    """The answer without the one Markdown fence around it."""
+    fenced = re.fullmatch(r"```(?:[A-Za-z_]+(?=[\s{\[]))?\s*(.*?)\s*```", output.strip(), re.DOTALL)
+    return fenced[1] if fenced else output.strip()
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key stands twice")
+    return dict(pairs)
 
 
 def _not_json(name: str) -> Any:
@@ -179,25 +202,24 @@ def _tool_call(output: str, grader: ToolCall) -> None:
 
 
 def _check_argument(parameter: str, value: Any, wanted: Argument) -> None:
-    is_bool = isinstance(value, bool)
-    if not isinstance(value, _TYPES[wanted.type]) or is_bool != (wanted.type == "boolean"):
+    if not wanted.is_of_type(value):
         raise _FailedError(f"type_error:{parameter}")
     if not any(same_json(_levelled(value), _levelled(accepted)) for accepted in wanted.accept):
         raise _FailedError(f"value_error:{parameter}")
 
 
 def _levelled(value: Any) -> Any:
-    """Strings compare as `exact` compares, inside lists and objects too."""
+    """Strings compare by `level`, inside lists and objects too. Quotes and marks are part of an argument."""
     if isinstance(value, str):
-        return normalise(value)
+        return level(value)
     if isinstance(value, dict):
         return {key: _levelled(item) for key, item in value.items()}
     return [_levelled(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _parse_call(output: str) -> tuple[str, dict[str, Any]]:
-    text = output.strip().removeprefix("<tool_call>").removesuffix("</tool_call>").strip()
-    if not text.startswith(("{", "`")):
+    text = _unfenced(output).removeprefix("<tool_call>").removesuffix("</tool_call>").strip()
+    if not text.startswith("{"):
         return _parse_python_call(text)
     call = _parse_json(text)
     match call:
@@ -211,9 +233,24 @@ def _parse_python_call(text: str) -> tuple[str, dict[str, Any]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model's escapes are no concern of ours
             node = ast.parse(text, mode="eval").body
-            if not isinstance(node, ast.Call) or node.args or not all(word.arg for word in node.keywords):
-                raise _FailedError(f"parse_error:{_shown(text)}")
-            arguments = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
+            # A comment after the call, or brackets round it, are something else beside it.
+            if not isinstance(node, ast.Call) or node.args or ast.get_source_segment(text, node) != text:
+                raise ValueError("not one call of named arguments")
+            pairs = [(_name(word), _literal(word.value)) for word in node.keywords]
+            return ast.unparse(node.func), _object(pairs)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise _FailedError(f"parse_error:{_shown(text)}") from error
-    return ast.unparse(node.func), arguments
+
+
+def _name(word: ast.keyword) -> str:
+    if word.arg is None:
+        raise ValueError("** is no argument")
+    return word.arg
+
+
+def _literal(node: ast.expr) -> Any:
+    """The literal's value. A dict that names a key twice is refused, as in JSON."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Dict):
+            _object([(ast.dump(key), None) for key in inner.keys if key is not None])
+    return ast.literal_eval(node)

@@ -12,19 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from attention.job import BusinessPlan, CompareJob, ModelPlan, Prompt, ReplayJob, TensorPlan
-from data.golden_set import GoldenPrompt, load_golden, sample
+from data.golden_set import SAMPLE_SEED, GoldenPrompt
 from data.requests import TrafficRequest, with_texts
 from gates import replay as gate
 from tasks.context import SIDES, Context, Side, StageOutcome
 from tasks.environment import Job, measure, measure_sides
 from tasks.grade import grade
 
-SAMPLE_SEED = 20261129  # of golden prompts and traffic: the same choice in every release of a plan
-
 
 def run(context: Context) -> StageOutcome:
     """Record all layers (two processes at a time), compare, grade, judge."""
-    golden = sample(load_golden().prompts, context.plan.replay.golden_prompts, SAMPLE_SEED)
+    golden = _golden(context)
     prompts = _model_prompts(context)
     results = measure_sides(context, lambda side: _job(context, side, prompts, golden))
     context.say(f"replay: tensor {results['candidate']['cases']} cases a side")
@@ -33,8 +31,20 @@ def run(context: Context) -> StageOutcome:
     context.say(f"replay: model {compared['positions']} positions through one lm_head, floor {compared['floor']}")
     passed = {side: _grade(context, side, golden, results[side]) for side in SIDES}
     context.say(f"replay: business {passed['candidate']} of {len(golden)} passed, champion {passed['champion']}")
-    report = gate.judge(context.lake, context.release_id, context.plan)
+    report = gate.judge(context.lake, context.release_id, context.plan, num_golden=len(golden))
     return StageOutcome(report, {"positions": compared["positions"], "golden_passed": passed})
+
+
+def _golden(context: Context) -> list[GoldenPrompt]:
+    """The golden prompts of this release; what of the file is not asked is counted aloud."""
+    golden = context.candidate.golden()
+    unfit = f", {golden.num_unfit} are longer than the plan allows" if golden.num_unfit else ""
+    context.say(f"golden set: {len(golden.prompts)} of {golden.num_usable} prompts{unfit}")
+    for line in golden.rejected[:3]:
+        context.say(f"golden set: line {line.line} left out: {line.reason}")
+    if len(golden.rejected) > 3:
+        context.say(f"golden set: {len(golden.rejected)} lines left out in all")
+    return golden.prompts
 
 
 def tensor_seeds(context: Context) -> tuple[int, ...]:
@@ -74,16 +84,6 @@ def _turns(request: TrafficRequest) -> tuple[dict[str, Any], ...]:
 
 def _job(context: Context, side: Side, prompts: tuple[Prompt, ...], golden: list[GoldenPrompt]) -> ReplayJob:
     plan = context.plan.replay
-    asked = tuple(
-        Prompt(
-            prompt_id=g.prompt_id,
-            category=g.category,
-            language=g.language,
-            messages=tuple(m.for_template() for m in g.messages),
-            max_tokens=min(g.max_tokens, plan.golden_max_tokens),
-        )
-        for g in golden
-    )
     return ReplayJob(
         setup=context.setup(side),
         evidence=context.evidence(side),
@@ -102,7 +102,19 @@ def _job(context: Context, side: Side, prompts: tuple[Prompt, ...], golden: list
             # The champion's alone: the floor is how far two sound executions of what serves are apart.
             floors=context.folder / "floors" if side == "champion" else None,
         ),
-        business=BusinessPlan(prompts=asked),
+        business=BusinessPlan(prompts=tuple(as_prompt(g) for g in golden)),
+    )
+
+
+def as_prompt(golden: GoldenPrompt) -> Prompt:
+    """A golden prompt as the measuring command is told of it: without its grader."""
+    return Prompt(
+        prompt_id=golden.prompt_id,
+        category=golden.category,
+        language=golden.language,
+        messages=tuple(m.for_template() for m in golden.messages),
+        tools=golden.tools,
+        max_tokens=golden.max_tokens,
     )
 
 

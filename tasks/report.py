@@ -141,10 +141,20 @@ def _tensor(cases: Sequence[Beside]) -> str:
     """One row a case: the champion's own ratios stand beside the candidate's."""
     if not cases:
         return ""
-    heads = ("case", "inputs", "candidate", "champion", "R_rms", "R_max", "R_row", "quantisation", "worst row")
+    heads = (
+        "case",
+        "inputs",
+        "candidate",
+        "champion",
+        "R_rms",
+        "R_max",
+        "R_row",
+        "quantisation",
+        "row of largest relative error",
+    )
     rows = "".join(
         f"<tr><td>{escape(one.case_id)}</td><td>{escape(one.inputs)}</td><td>{escape(one.backend)}</td>"
-        f"<td>{escape(one.champion_backend or 'of another dtype')}</td>"
+        f"<td>{escape(one.champion_backend or '-')}</td>"
         f"{_pair(one.r_rms, one.champion_r_rms)}{_pair(one.r_max, one.champion_r_max)}"
         f"{_pair(one.r_row, one.champion_r_row)}"
         f'<td class="number">{_ratio(one.quantisation_r_rms)}</td><td>{escape(one.worst_row_at or "")}</td></tr>'

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from pydantic import BaseModel
 
-from attention.job import BusinessPlan
+from attention.errors import UserError
+from attention.job import BusinessPlan, Prompt
 from attention.limits import Limits
 from attention.model import Runner
 from attention.sampling import SamplingParams
@@ -39,22 +40,28 @@ def answer(
     scheduler = Scheduler(runner, Limits(max_running=plan.batch, max_queue=len(plan.prompts)))
     generations: list[Generation] = []
     for prompt in plan.prompts:
-        ids = runner.tokenizer.apply_chat_template(
-            list(prompt.messages),
-            tools=list(prompt.tools) if prompt.tools else None,
-            add_generation_prompt=True,
-        )["input_ids"]
         params = SamplingParams(max_tokens=prompt.max_tokens, temperature=0.0)
         # Marked as shadow: a drill's fault that waits for live traffic must not show offline.
         generation = Generation(
-            request_id=prompt.prompt_id, prompt_ids=tuple(int(i) for i in ids), params=params, shadow=True
+            request_id=prompt.prompt_id, prompt_ids=prompt_ids(runner, prompt), params=params, shadow=True
         )
-        scheduler.submit(generation)
         generations.append(generation)
+        try:
+            scheduler.submit(generation)
+        except UserError as error:  # longer than the context, say: no reason to lose the other answers
+            generation.finish_reason, generation.error = "error", str(error)
     while not all(g.finish_reason for g in generations):
         scheduler.step()
         progress(sum(1 for g in generations if g.finish_reason), len(generations))
     return Answers(answers=[_answer(runner, g) for g in generations])
+
+
+def prompt_ids(runner: Runner, prompt: Prompt) -> tuple[int, ...]:
+    """The prompt through the model's chat template."""
+    ids = runner.tokenizer.apply_chat_template(
+        list(prompt.messages), tools=list(prompt.tools) if prompt.tools else None, add_generation_prompt=True
+    )["input_ids"]
+    return tuple(int(i) for i in ids)
 
 
 def _answer(runner: Runner, generation: Generation) -> Answer:

@@ -32,7 +32,9 @@ def record_cases(args: argparse.Namespace, setup: Setup, progress: Any) -> int:
     """Record the cases of a file on the policy's backends. Exit 3 where a case gave no output."""
     if args.out is None:
         raise UserError("replay --cases needs --out DIR")
-    inputs = _inputs(args.inputs) if args.inputs else REPLAY_INPUTS
+    inputs = REPLAY_INPUTS if args.inputs is None else _inputs(args.inputs)
+    if wrong := [seed for seed in args.seeds if not 0 <= seed < 1 << 63]:
+        raise UserError(f"--seeds {wrong[0]}: a seed is 0 or more and below 2**63")
     cases = list(dict.fromkeys(probe.case for probe in load_cells(args.cases)))
     policy = load_policy(setup.policy)
 
@@ -43,7 +45,8 @@ def record_cases(args: argparse.Namespace, setup: Setup, progress: Any) -> int:
 
     found = startup.identify(setup)
     told = _environment(found.id, found.identity)
-    manifest = record(cases, inputs, args.seeds, backend_of, told, args.out, device=setup.device, progress=progress)
+    seeds = tuple(dict.fromkeys(args.seeds))
+    manifest = record(cases, inputs, seeds, backend_of, told, args.out, device=setup.device, progress=progress)
     errors = [entry for entry in manifest.entries if entry.error]
     if args.json:
         print(json.dumps({"fingerprint_id": found.id, "cases": len(manifest.entries), "errors": len(errors)}, indent=1))

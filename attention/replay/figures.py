@@ -15,6 +15,8 @@ import torch
 
 from attention.backends.oracle import Truth
 
+_TINY = torch.finfo(torch.float64).tiny
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -71,75 +73,102 @@ def compare(
     q_lens: tuple[int, ...] | None = None,
 ) -> Figures:
     """Figures of an output [T, H, D] against its Truth; `q_lens` are those of the members, default one."""
-    exact, out, lengths = truth.out_QHD, out_THD.double(), q_lens or (len(truth.out_QHD),)
-    differ = torch.isfinite(out) != torch.isfinite(exact)
-    if bool(differ.any()):
-        return _not_comparable(out, exact, differ, lengths)
-    error, half = (out - exact).flatten(0, 1), half_ulp(exact, dtype).flatten(0, 1)
-    own = torch.maximum((truth.rounded_QHD - exact).abs().flatten(0, 1), half)
-    rows, norms = error.norm(dim=-1), exact.flatten(0, 1).norm(dim=-1)
-    relative = rows / norms.clamp_min(torch.finfo(torch.float64).tiny)
-    worst = int(relative.argmax())
-    spread = float(error.std()) / math.sqrt(error.numel())
-    ulps = (error.abs() / (2 * half)).flatten()
-    return Figures(
-        finite_mask_equal=True,
-        num_finite_differ=0,
-        first_finite_differ=None,
-        max_abs=float(error.abs().max()),
-        mean_abs=float(error.abs().mean()),
-        rel_l2=float(error.norm() / exact.norm().clamp_min(torch.finfo(torch.float64).tiny)),
-        worst_row=float(relative.max()),
-        worst_row_index=worst,
-        worst_row_at=row_name(worst, exact.shape[1], lengths),
-        ulp_p50=_quantile(ulps, 0.5),
-        ulp_p99=_quantile(ulps, 0.99),
-        ulp_max=float(ulps.max()),
-        cosine=float(torch.nn.functional.cosine_similarity(out.flatten(), exact.flatten(), dim=0)),
-        bias_z=float(error.mean()) / spread if spread else 0.0,
-        lse_max_abs=None if lse_TH is None else _lse_error(lse_TH, truth),
-        r_max=float(error.abs().max() / own.max()),
-        r_rms=float(error.norm() / own.norm()),
-        r_row=float((rows / own.norm(dim=-1)).max()),
+    return measure(out_THD, lse_TH, truth, dtype, q_lens).fetch()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures that lie on the output's device, so that a GPU goes on while nobody needs them."""
+
+    values: torch.Tensor  # float64, in the order of _MEASURED
+    has_lse: bool
+    shape_THD: tuple[int, int, int]
+    q_lens: tuple[int, ...]
+
+    def fetch(self) -> Figures:
+        """One copy to the host, which waits for the device."""
+        found = dict(zip(_MEASURED, self.values.tolist(), strict=True))
+        num, first, was, exact = (found.pop(name) for name in _DIFFERENCE)
+        where, worst = None, int(found.pop("worst_row_index"))
+        _, heads, dims = self.shape_THD
+        if num:
+            worst = int(first) // dims
+            at = row_name(worst, heads, self.q_lens)
+            where = f"{at} dim {int(first) % dims}: {was:.6g}, exact {exact:.6g}"
+            found = dict.fromkeys(found, math.nan)
+        lse_max_abs = found.pop("lse_max_abs")
+        return Figures(
+            finite_mask_equal=not num,
+            num_finite_differ=int(num),
+            first_finite_differ=where,
+            worst_row_index=worst,
+            worst_row_at=row_name(worst, heads, self.q_lens),
+            lse_max_abs=lse_max_abs if self.has_lse and not num else None,
+            **found,
+        )
+
+
+_DIFFERENCE = ("num_finite_differ", "first_index", "first_out", "first_exact")
+_MEASURED = (
+    *_DIFFERENCE,
+    "worst_row_index",
+    "lse_max_abs",
+    *("max_abs", "mean_abs", "rel_l2", "worst_row", "ulp_p50", "ulp_p99", "ulp_max", "cosine", "bias_z"),
+    *("r_max", "r_rms", "r_row"),
+)
+
+
+def measure(
+    out_THD: torch.Tensor,
+    lse_TH: torch.Tensor | None,
+    truth: Truth,
+    dtype: torch.dtype,
+    q_lens: tuple[int, ...] | None = None,
+) -> Measured:
+    """As `compare`, without waiting for the device."""
+    tokens, heads, dims = truth.out_QHD.shape
+    exact, out = truth.out_QHD.flatten(0, 1), out_THD.double().flatten(0, 1)
+    differ = (torch.isfinite(out) != torch.isfinite(exact)).flatten()
+    first = differ.byte().argmax()
+    error, half, norm = out - exact, half_ulp(exact, dtype), exact.norm()
+    own = torch.maximum((truth.rounded_QHD.flatten(0, 1) - exact).abs(), half)
+    size, rows = error.abs(), error.norm(dim=-1)
+    relative = rows / exact.norm(dim=-1).clamp_min(_TINY)
+    spread = error.std() / math.sqrt(error.numel())
+    ulps = (size / (2 * half)).flatten()
+    found = (
+        differ.sum(),
+        first,
+        out.take(first),
+        exact.take(first),
+        relative.argmax(),
+        ulps.new_zeros(()) if lse_TH is None else _lse_error(lse_TH, truth),
+        size.max(),
+        size.mean(),
+        error.norm() / norm.clamp_min(_TINY),
+        relative.max(),
+        *_quantiles(ulps, 0.5, 0.99),
+        ulps.max(),
+        torch.dot(out.flatten(), exact.flatten()) / (out.norm() * norm).clamp_min(_TINY),
+        torch.where(spread == 0, 0.0, error.mean() / spread),
+        size.max() / own.max(),
+        error.norm() / own.norm(),
+        (rows / own.norm(dim=-1)).max(),
     )
+    values = torch.stack([one.double() for one in found])
+    return Measured(values, lse_TH is not None, (tokens, heads, dims), q_lens or (tokens,))
 
 
-def _not_comparable(
-    out_THD: torch.Tensor, exact_THD: torch.Tensor, differ_THD: torch.Tensor, q_lens: tuple[int, ...]
-) -> Figures:
-    """Where the finite masks first differ, and NaN for every figure."""
-    token, head, dim = (int(i) for i in differ_THD.nonzero()[0])
-    row, nan = token * exact_THD.shape[1] + head, math.nan
-    where = row_name(row, exact_THD.shape[1], q_lens)
-    found, wanted = (float(t[token, head, dim]) for t in (out_THD, exact_THD))
-    return Figures(
-        finite_mask_equal=False,
-        num_finite_differ=int(differ_THD.sum()),
-        first_finite_differ=f"{where} dim {dim}: {found:.6g}, exact {wanted:.6g}",
-        max_abs=nan,
-        mean_abs=nan,
-        rel_l2=nan,
-        worst_row=nan,
-        worst_row_index=row,
-        worst_row_at=where,
-        ulp_p50=nan,
-        ulp_p99=nan,
-        ulp_max=nan,
-        cosine=nan,
-        bias_z=nan,
-        lse_max_abs=None,
-        r_max=nan,
-        r_rms=nan,
-        r_row=nan,
-    )
+def _quantiles(values: torch.Tensor, *shares: float) -> list[torch.Tensor]:
+    """For each share the smallest value that at least so many do not exceed (torch.quantile stops at 16 million)."""
+    ranks = [max(1, math.ceil(share * values.numel())) for share in shares]
+    if values.is_cuda:  # kthvalue is one block's work there
+        ordered = values.sort().values
+        return [ordered[rank - 1] for rank in ranks]
+    return [values.kthvalue(rank).values for rank in ranks]
 
 
-def _quantile(values: torch.Tensor, share: float) -> float:
-    """The smallest value that at least `share` of them do not exceed (torch.quantile stops at 16 million numbers)."""
-    return float(values.kthvalue(max(1, math.ceil(share * values.numel()))).values)
-
-
-def _lse_error(lse_TH: torch.Tensor, truth: Truth) -> float:
+def _lse_error(lse_TH: torch.Tensor, truth: Truth) -> torch.Tensor:
     """Largest LSE error over the rows that see a key; NaN stays NaN."""
     seen = torch.isfinite(truth.lse_QH)
-    return float((lse_TH.double() - truth.lse_QH)[seen].abs().max()) if bool(seen.any()) else 0.0
+    return torch.where(seen, (lse_TH.double() - truth.lse_QH).abs(), 0.0).max()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -48,6 +49,10 @@ class Captured:
     q_THD: torch.Tensor
     k_TGD: torch.Tensor
     v_TGD: torch.Tensor
+
+    @cached_property
+    def is_finite(self) -> bool:
+        return all(bool(torch.isfinite(t).all()) for t in (self.q_THD, self.k_TGD, self.v_TGD))
 
 
 def draw(
@@ -136,7 +141,7 @@ def _activations(size: Size, spec: AttentionSpec, generator: torch.Generator, ca
     wanted = ((spec.heads_q, dims[0]), (spec.heads_kv, dims[0]), (spec.heads_kv, dims[1]))
     if tuple(map(tuple, found)) != wanted:
         raise UserError(f"captured activations have heads and dims {tuple(map(tuple, found))}, the case {wanted}")
-    if not all(bool(torch.isfinite(t).all()) for t in vars(captured).values()):
+    if not captured.is_finite:
         raise UserError("captured activations are not finite: a backend below their layer gave NaN or Inf")
     length = len(captured.k_TGD)
     at_start, offset = bool(torch.randint(0, 2, (1,), generator=generator)), 0

@@ -44,10 +44,11 @@ class Judged:
 
 def load_limits(path: Path) -> dict[str, float]:
     """Limits of the replay gate (gates/thresholds.yaml), `r_rms` and, where stated, `r_rms.float32`."""
+    document = read_yaml(path)
     try:
-        section = read_yaml(path)["default"]["replay"]
+        section = document["default"]["replay"]
         found = {name: float(one["value"]) for name, one in section.items() if name.partition(".")[0] in LIMITS}
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"limits {path}: no thresholds of a replay gate ({error!r}); see gates/thresholds.yaml"
         ) from error
@@ -58,7 +59,8 @@ def load_limits(path: Path) -> dict[str, float]:
 
 def judge(a: Recording, b: Recording, limits: dict[str, float], oracle: Oracle = compute) -> list[Judged]:
     """Every case of either recording, in the order of A."""
-    return [_judge_one(key, a, b, limits, oracle) for key in dict.fromkeys([*a.index, *b.index])]
+    giving = frozenset(entry.backend for entry in b.manifest.entries if entry.has_lse)
+    return [_judge_one(key, a, b, limits, oracle, giving) for key in dict.fromkeys([*a.index, *b.index])]
 
 
 def worst(rows: list[Judged]) -> Verdict:
@@ -68,7 +70,12 @@ def worst(rows: list[Judged]) -> Verdict:
 
 
 def _judge_one(
-    key: tuple[str, str, int], a: Recording, b: Recording, limits: dict[str, float], oracle: Oracle
+    key: tuple[str, str, int],
+    a: Recording,
+    b: Recording,
+    limits: dict[str, float],
+    oracle: Oracle,
+    giving: frozenset[str],  # backends of B that give an LSE
 ) -> Judged:
     one, other = a.entry(key), b.entry(key)
     known = one or other
@@ -85,6 +92,8 @@ def _judge_one(
         return about("error", (f"only {'B' if one is None else 'A'} has it",))
     if errors := [f"{name}: {entry.error}" for name, entry in (("A", one), ("B", other)) if entry.error]:
         return about("error", tuple(errors))
+    if other.backend in giving and not other.has_lse:
+        return about("error", (f"{other.backend} gave no LSE here, and does for other cases",))
     problem = question_again(one, oracle) if one.question == other.question else None
     if problem is None:
         return about("error", ("the inputs differ: a seed draws other numbers in one of the environments",))

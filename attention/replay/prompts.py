@@ -65,8 +65,8 @@ def compare_sides(job: CompareJob) -> dict[str, Any]:
     torch.set_num_threads(os.cpu_count() or 1)  # nothing else runs now, and no kernel under test is here
     a, b = States(job.champion), States(job.candidate)
     head = compare.Head.read(job.setup.model, job.setup.device)
-    found = compare.columns(a, b, head, job.top_k)
-    _write(job.evidence, b.manifest, _with_backends(compare.as_rows(a, found), b))
+    found = compared(a, b, head, job.top_k)
+    _write(job.evidence, b.manifest, found)
     if job.known_floor is not None:
         reused = job.floor is None
         columns = floor.read(job.known_floor) if job.floor is None else _floor(a, States(job.floor), head, job)
@@ -79,15 +79,16 @@ def compare_sides(job: CompareJob) -> dict[str, Any]:
 
 
 def _floor(a: States, second: States, head: compare.Head, job: CompareJob) -> dict[str, Any]:
-    columns = _with_backends(compare.as_rows(a, compare.columns(a, second, head, job.top_k)), second)
+    columns = compared(a, second, head, job.top_k)
     if job.known_floor is not None:
         floor.keep(job.known_floor, columns)
     return columns
 
 
-def _with_backends(columns: dict[str, Any], side: States) -> dict[str, Any]:
-    """Who was to run each row's mode in a recording, and who did."""
-    told = side.manifest
+def compared(a: States, b: States, head: compare.Head, top_k: int = compare.TOP_K) -> dict[str, Any]:
+    """Columns of `model_replay`: b beside a, position by position, and who was to run each of b's and who did."""
+    columns = compare.as_rows(a, compare.columns(a, b, head, top_k))
+    told = b.manifest
     modes: list[str] = columns["mode"]
     return {
         **columns,

@@ -89,11 +89,16 @@ class Recording:
         return self.manifest.entries[self.index[key]] if key in self.index else None
 
     def output(self, key: tuple[str, str, int]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Output [T, H, D] and LSE [T, H] of an entry without an error."""
+        """Output [T, H, D] and LSE [T, H] of an entry without an error. UserError where the tensors are not there."""
         i = self.index[key]
         entry = self.manifest.entries[i]
-        out = torch.from_numpy(self._tensors[f"{i}.out"]).view(getattr(torch, str(entry.out_dtype)))
-        return out, torch.from_numpy(self._tensors[f"{i}.lse"]) if entry.has_lse else None
+        try:
+            out = torch.from_numpy(self._tensors[f"{i}.out"]).view(getattr(torch, str(entry.out_dtype)))
+            return out, torch.from_numpy(self._tensors[f"{i}.lse"]) if entry.has_lse else None
+        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+            raise UserError(
+                f"recording {self.folder}: no output of {entry.case.case_id} ({error}): record it again"
+            ) from error
 
 
 def record(
@@ -108,6 +113,7 @@ def record(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Manifest:
     """Run every case, kind of inputs and seed; write the recording into `out`. A case that raises is an entry."""
+    out.mkdir(parents=True, exist_ok=True)  # before minutes of work
     asked = [
         (case, kind, seed)
         for case in cases
@@ -122,7 +128,6 @@ def record(
         entries.append(entry)
         arrays.update({f"{i}.{name}": array for name, array in tensors.items()})
         progress(i + 1, len(asked))
-    out.mkdir(parents=True, exist_ok=True)
     np.savez(out / TENSORS, **arrays)  # type: ignore[arg-type]
     digest = hashlib.sha256((out / TENSORS).read_bytes()).hexdigest()
     manifest = environment.model_copy(update={"entries": tuple(entries), "tensors_sha256": digest})

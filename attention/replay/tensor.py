@@ -7,10 +7,13 @@ A case that raises is a row with `error`; the run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,11 +22,18 @@ from attention.backends import create
 from attention.backends.base import AttentionSpec
 from attention.cases import AttentionCase, Inputs, Phase, parse_batch, replay_shapes
 from attention.job import Setup, TensorPlan
-from attention.replay.figures import compare
+from attention.replay.figures import Measured, measure
 from attention.replay.inputs import Captured
-from attention.replay.problems import make
+from attention.replay.problems import Problem, make
 from attention.replay.quantisation import quantisation_row
+from attention.replay.throughput import Meter
 from attention.replay.truths import Oracle, compute
+
+T = TypeVar("T")
+S = TypeVar("S")
+Result = tuple[torch.Tensor, torch.Tensor | None]
+
+NUM_AHEAD = 8  # problems that are made while a GPU works, a thread each
 
 
 def cases(
@@ -58,6 +68,7 @@ class Sources:
     captured: Mapping[AttentionSpec, Captured] = field(default_factory=dict)
     oracle: Oracle = compute
     backwards: bool = False  # the last case first: two sides that share truths meet in the middle
+    meter: Meter = field(default_factory=Meter)
 
 
 def rows(
@@ -73,7 +84,7 @@ def rows(
     """Rows of `tensor_replay`, one a (case, inputs, seed)."""
     sources = sources or Sources()
     questions = [
-        _Question(case, inputs, seed, sources.captured.get(spec))
+        _Question(case, inputs, seed, sources.captured.get(spec), resolved[case.phase])
         for spec in dict.fromkeys(specs)
         for dtype in dict.fromkeys(dtypes)
         for kv_dtype in plan.kv_dtypes
@@ -82,16 +93,18 @@ def rows(
         if inputs != "window_edge" or case.windowed
         for seed in plan.seeds
     ]
-    for done, one in enumerate(reversed(questions) if sources.backwards else questions, 1):
-        backend = resolved[one.case.phase]
+    if sources.backwards:
+        questions.reverse()
+    found = _Recorder(setup.device, scale_factor, sources).figures(questions)
+    for done, (one, figures) in enumerate(zip(questions, found, strict=True), 1):
         yield {
-            "backend": backend,
+            "backend": one.backend,
             "case_id": one.case.case_id,
             "case_json": one.case.model_dump_json(),
             "inputs": one.inputs,
             "seed": one.seed,
             "dtype_class": one.case.dtype,
-            **_figures(one, sources.oracle, backend, setup.device, scale_factor),
+            **figures,
             "time": datetime.now(UTC),
         }
         progress(done, len(questions))
@@ -103,24 +116,95 @@ class _Question:
     inputs: Inputs
     seed: int
     captured: Captured | None
+    backend: str
 
 
-def _figures(one: _Question, oracle: Oracle, backend: str, device: str, scale_factor: float) -> dict[str, Any]:
-    """Figures of one question on a backend, or why there are none."""
-    try:
-        problem = make(one.case, one.inputs, one.seed, device=device, captured=one.captured, oracle=oracle)
-        spec = problem.spec
-        if scale_factor != 1.0:
-            spec = replace(spec, scale=spec.scale * scale_factor)
+@dataclass(frozen=True)
+class _Made:
+    question: _Question
+    problem: Problem
+    quantisation: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Launched:
+    made: _Made
+    measured: Measured
+    confirmed: str
+
+
+class _Recorder:
+    """Figures of questions, in order. A GPU is kept fed: threads make the next problems while it works, and figures are
+    fetched some cases later, so that an illegal access may show in the rows before its own too."""
+
+    def __init__(self, device: str, scale_factor: float, sources: Sources) -> None:
+        self._device, self._scale_factor, self._sources = device, scale_factor, sources
+        self._num_ahead = NUM_AHEAD if device.startswith("cuda") else 0
+        self._confirmed: dict[tuple[str, AttentionCase], str] = {}
+
+    def figures(self, questions: Iterable[_Question]) -> Iterator[dict[str, Any]]:
+        launched: deque[_Launched | Exception] = deque()
+        for made in _in_threads(partial(_or_error, self._make), questions, self._num_ahead):
+            launched.append(made if isinstance(made, Exception) else _or_error(self._launch, made))
+            if len(launched) > self._num_ahead:
+                yield _columns(launched.popleft())
+        while launched:
+            yield _columns(launched.popleft())
+
+    def _make(self, one: _Question) -> _Made:
+        about: dict[str, Any] = {"device": self._device, "captured": one.captured, "oracle": self._sources.oracle}
+        problem = make(one.case, one.inputs, one.seed, **about)
+        return _Made(one, problem, quantisation_row(one.case, one.inputs, one.seed, problem, **about))
+
+    def _launch(self, made: _Made) -> _Launched:
+        problem, one = made.problem, made.question
+        spec = replace(problem.spec, scale=problem.spec.scale * self._scale_factor)
+        meter = self._sources.meter
         with torch.inference_mode():
-            planned = create(backend, device).plan(problem.batch, spec)
-            (out, lse), confirmed = confirm.watch(
-                lambda: planned.run(problem.q_THD, problem.k, problem.v), device=device
-            )
-        found = compare(out, lse, problem.truth, problem.spec.dtype, problem.batch.q_lens).row()
-        found |= quantisation_row(
-            one.case, one.inputs, one.seed, problem, device=device, captured=one.captured, oracle=oracle
-        )
-    except Exception as error:  # a case that raises is a row, never the end of the run
-        return {"error": f"{type(error).__name__}: {error}"[:500]}
-    return {"confirmed_backend": confirmed, **found}
+            planned = create(one.backend, self._device).plan(problem.batch, spec)
+            with meter.span("kernel"):
+                (out, lse), confirmed = self._run(one, lambda: planned.run(problem.q_THD, problem.k, problem.v))
+            with meter.span("comparison"):
+                measured = measure(out, lse, problem.truth, problem.spec.dtype, problem.batch.q_lens)
+        return _Launched(made, measured, confirmed)
+
+    def _run(self, one: _Question, call: Callable[[], Result]) -> tuple[Result, str]:
+        """The kernel depends on a case's shape and layout, never on its numbers: one look a case confirms it."""
+        key = (one.backend, one.case)
+        if key in self._confirmed:
+            return call(), self._confirmed[key]
+        if self._device.startswith("cuda"):
+            torch.cuda.synchronize()  # the profiler sees the whole device, earlier cases too
+        result, self._confirmed[key] = confirm.watch(call, device=self._device)
+        return result, self._confirmed[key]
+
+
+def _columns(launched: _Launched | Exception) -> dict[str, Any]:
+    """Figures of a case, or why there are none: a case that raises is a row, never the end of the run."""
+    fetched = launched if isinstance(launched, Exception) else _or_error(launched.measured.fetch)
+    if isinstance(fetched, Exception):
+        return {"error": f"{type(fetched).__name__}: {fetched}"[:500]}
+    assert isinstance(launched, _Launched)
+    return {"confirmed_backend": launched.confirmed, **fetched.row(), **launched.made.quantisation}
+
+
+def _or_error(call: Callable[..., T], *arguments: Any) -> T | Exception:
+    try:
+        return call(*arguments)
+    except Exception as error:
+        return error
+
+
+def _in_threads(call: Callable[[S], T], items: Iterable[S], num_ahead: int) -> Iterator[T]:
+    """`map`, in order, `num_ahead` calls ahead of who asks; 0: no thread at all."""
+    if not num_ahead:
+        yield from map(call, items)
+        return
+    with ThreadPoolExecutor(num_ahead) as pool:
+        waiting: deque[Future[T]] = deque()
+        for item in items:
+            waiting.append(pool.submit(call, item))
+            if len(waiting) > num_ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()

@@ -11,6 +11,7 @@ renamed is computed anew and written over.
 from __future__ import annotations
 
 import hashlib
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -48,22 +49,24 @@ def joined(truths: Sequence[Truth]) -> Truth:
 
 
 class Truths:
-    """An oracle that remembers in a folder; any number of processes may use one folder at once."""
+    """An oracle that remembers in a folder; any number of processes and threads may use one folder at once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, oracle: Oracle = compute) -> None:
         self.folder = private_folder(folder)
+        self._oracle, self._lock = oracle, threading.Lock()
         self.num_read = self.num_computed = 0
 
     def __call__(self, members: Sequence[Member], spec: AttentionSpec, device: str) -> Truth:
         key = key_of(members, spec)
         path = self.folder / f"{key}.npz"
         found = _read(path, key, spec.dtype)
+        with self._lock:
+            self.num_computed += found is None
+            self.num_read += found is not None
         if found is None:
-            self.num_computed += 1
-            found = compute(members, spec, device)
+            found = self._oracle(members, spec, device)
             _write(path, key, found, spec.dtype)
             return found
-        self.num_read += 1
         return Truth(*(t.to(device) for t in vars(found).values()))
 
 

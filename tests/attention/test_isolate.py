@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -74,6 +75,20 @@ def test_what_is_left_at_the_deadline_was_not_run() -> None:
     a, hang, b = outcomes(["a", "hang", "b"], deadline=time.monotonic() + 3)
     assert a.error is None
     assert hang.error == b.error == NOT_RUN
+
+
+def test_once_it_is_stopped_the_worker_is_killed_and_the_rest_was_not_run() -> None:
+    stopped, started = Event(), time.monotonic()
+    found = in_workers(
+        [sys.executable, "-c", WORKER],
+        {},
+        ["a", "hang", "b"],
+        timeout_s=60,
+        stopped=stopped,
+        heard=lambda one: stopped.set(),
+    )
+    assert time.monotonic() - started < 20
+    assert [one.error for one in found] == [None, NOT_RUN, NOT_RUN]
 
 
 def test_a_compiler_that_a_worker_started_is_killed_with_it_and_holds_nobody_up() -> None:

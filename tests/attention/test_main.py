@@ -306,6 +306,7 @@ def test_replay_and_compare_leave_a_result_and_rows_with_whose_they_are(
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert (result["errors"], result["cases"]) == (0, 12)
     assert result["truths"] == {"computed": 12, "read": 0}
+    assert 0 < result["throughput"]["oracle_share"] < result["throughput"]["busy_share"] < 1
     assert (tmp_path / "out" / "activations.safetensors").is_file()
     assert [answer["prompt_id"] for answer in result["answers"]] == ["p1"]
     seen = rows(tmp_path / "lake", "tensor_replay")
@@ -318,6 +319,7 @@ def test_replay_and_compare_leave_a_result_and_rows_with_whose_they_are(
     assert main(["replay", "--job", str(tmp_path / "replay.json"), "--out", str(tmp_path / "out")]) == 0
     again = json.loads((tmp_path / "out" / "result.json").read_text())
     assert again["truths"] == {"computed": 0, "read": 12}, "one release computes a truth once"
+    assert again["throughput"]["oracle_share"] == 0 < again["throughput"]["cases_per_minute"]
 
     compare = {**common, "champion": result["states"], "candidate": result["states"]}
     compare |= {"floor": result["floor"], "known_floor": result["known_floor"]}

@@ -150,6 +150,10 @@ def other_shape(arrays: dict[str, Any], document: dict[str, Any]) -> None:
     arrays["0.out"] = arrays["0.out"][:-1]
 
 
+def without_lse(arrays: dict[str, Any], document: dict[str, Any]) -> None:
+    document["entries"][0]["has_lse"] = False
+
+
 def other_backend(arrays: dict[str, Any], document: dict[str, Any]) -> None:
     document["entries"][0]["confirmed_backend"] = "torch_sdpa:math"
 
@@ -162,6 +166,7 @@ def other_backend(arrays: dict[str, Any], document: dict[str, Any]) -> None:
         (raised, 3, "B: CUDA error: an illegal memory access"),
         (other_numbers, 3, "the inputs differ"),
         (other_shape, 3, "not that of the case"),
+        (without_lse, 3, "gave no LSE here"),
         (other_backend, 1, "torch_sdpa:math ran in place of torch_sdpa:flash"),
     ],
 )
@@ -202,6 +207,8 @@ def test_recordings_that_are_not_whole_are_one_line(
     data[len(data) // 2] ^= 1
     (a / TENSORS).write_bytes(data)
     assert "record it again" in error_of(capsys, "compare", str(a), str(a))
+    lost = change(recorded("lost"), lambda arrays, document: arrays.pop("0.out"))
+    assert "no output of decode-" in error_of(capsys, "compare", str(lost), str(lost))
     (a / MANIFEST).write_text("{}")
     assert "was not written by `replay --cases`" in error_of(capsys, "compare", str(a), str(a))
 
@@ -213,6 +220,9 @@ def test_flags_that_do_not_fit_are_one_line(
     assert "needs --out DIR" in error_of(capsys, *replay)
     assert "activations need" in error_of(capsys, *replay, "--out", str(tmp_path), "--inputs", "normal,activations")
     assert "not both" in error_of(capsys, *replay, "--job", "x.json")
+    assert "below 2**63" in error_of(capsys, *replay, "--out", str(tmp_path), "--seeds", str(1 << 64))
+    assert "File exists" in error_of(capsys, *replay, "--out", str(cases))
+    assert "--inputs ''" in error_of(capsys, *replay, "--out", str(tmp_path), "--inputs", "")
     assert "two recordings, A and B" in error_of(capsys, "compare", str(tmp_path))
 
 

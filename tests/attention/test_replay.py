@@ -93,3 +93,11 @@ def test_answers_are_the_same_alone_and_batched(make_runner: Make) -> None:
     assert {(a.confirmed_prefill, a.confirmed_decode) for a in batched} == {("torch_sdpa:flash",) * 2}
     assert all(0 < len(a.output_tokens) <= p.max_tokens for a, p in zip(batched, prompts, strict=True))
     assert runner.pool.num_free == runner.pool.num_pages
+
+
+def test_a_prompt_longer_than_the_context_is_an_answer_with_its_error_and_the_others_go_on(make_runner: Make) -> None:
+    long = PROMPTS[0].model_copy(update={"prompt_id": "long", "messages": ({"role": "user", "content": "x" * 600},)})
+    answers = business.answer(make_runner(), BusinessPlan(prompts=(long, PROMPTS[1]))).answers
+    assert [a.prompt_id for a in answers] == ["long", "p1"]
+    assert "the context 512" in str(answers[0].error)
+    assert (answers[1].error, len(answers[1].output_tokens) > 0) == (None, True)

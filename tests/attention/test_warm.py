@@ -105,6 +105,17 @@ def test_a_slow_backend_does_not_keep_the_others_from_compiling_and_ends_with_th
     assert {row.error for row in rows if row.backend == "flashinfer:fa3"} == {NOT_RUN}
 
 
+def test_ctrl_c_does_not_wait_for_what_compiles() -> None:
+    def interrupted(row: Compiled) -> None:
+        raise KeyboardInterrupt
+
+    wanted = {name: {"0": case()} for name in ("flashinfer:fa3", "triton:paged")}
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        compile_all(wanted, device="cpu", jobs=4, heard=interrupted, command=[sys.executable, "-c", WORKER])
+    assert time.monotonic() - started < 14
+
+
 def test_when_the_time_is_spent_the_rest_is_not_compiled_and_a_second_run_does_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

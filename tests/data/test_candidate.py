@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from data.candidate import load_candidate
 from data.paths import repo_dir
 from tests.attention.test_yaml_file import BOMB
 from tests.commands import FLASH, QUICK, SAMPLE, candidate_file
+from tests.data.test_golden_set import PROMPT
 
 CANDIDATES = sorted((repo_dir() / "data" / "candidates").rglob("*.yaml"))
 
@@ -85,18 +87,16 @@ def test_identity_follows_the_content_of_the_plan_behind_the_same_name(tmp_path:
     assert load_candidate(path).identity != before
 
 
-def test_identity_follows_traffic_golden_set_and_model_behind_the_same_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_identity_follows_traffic_golden_set_and_model_behind_the_same_names(tmp_path: Path) -> None:
     traffic, golden, model = tmp_path / "traffic.jsonl", tmp_path / "golden.jsonl", tmp_path / "own-1b"
     traffic.write_text(SAMPLE.read_text())
-    golden.write_text("{}")
+    golden.write_text(json.dumps(PROMPT))
     model.mkdir()
     (model / "config.json").write_text("{}")
     weights = bytearray(1 << 25)
     (model / "model.safetensors").write_bytes(weights)
-    monkeypatch.setattr("data.candidate.GOLDEN_FILE", golden)
-    path = candidate_file(tmp_path, traffic={"source": str(traffic)}, waves=[{"gpu": "cpu", "models": [str(model)]}])
+    waves = [{"gpu": "cpu", "models": [str(model)]}]
+    path = candidate_file(tmp_path, traffic={"source": str(traffic)}, golden=str(golden), waves=waves)
 
     def identity() -> str:
         return load_candidate(path).identity
@@ -105,7 +105,7 @@ def test_identity_follows_traffic_golden_set_and_model_behind_the_same_names(
     assert identity() == found[0]
     traffic.write_text(SAMPLE.read_text() + SAMPLE.read_text().splitlines()[0] + "\n")
     found.append(identity())
-    golden.write_text("{} ")
+    golden.write_text(json.dumps(PROMPT) + " ")
     found.append(identity())
     (model / "config.json").write_text('{"rope_theta": 1}')
     found.append(identity())
@@ -115,6 +115,41 @@ def test_identity_follows_traffic_golden_set_and_model_behind_the_same_names(
     (model / "tokenizer.json").write_text("{}")
     found.append(identity())
     assert len(set(found)) == len(found)
+
+
+def test_a_golden_set_of_ones_own_is_drawn_and_its_bad_lines_are_counted(tmp_path: Path) -> None:
+    golden = tmp_path / "golden.jsonl"
+    lines = [
+        PROMPT,
+        PROMPT | {"prompt_id": "own", "category": "billing"},
+        PROMPT | {"prompt_id": "bad", "max_tokens": 0},
+    ]
+    golden.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    drawn = load_candidate(candidate_file(tmp_path, golden=str(golden))).golden()
+    assert [prompt.category for prompt in drawn.prompts] == ["copy", "billing"]
+    assert [str(line.line) + " " + line.reason for line in drawn.rejected] == [
+        "3 max_tokens: Input should be greater than or equal to 1"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "golden: .* is not there"),
+        ("", "no usable line, it is empty"),
+        ("{}\n", "no usable line; line 1: prompt_id: Field required"),
+        (json.dumps(PROMPT | {"max_tokens": 900}), "none of its 1 prompts fits the plan's golden_max_tokens"),
+    ],
+)
+def test_a_golden_set_without_a_prompt_to_ask_is_refused_in_one_line(
+    tmp_path: Path, content: str | None, said: str
+) -> None:
+    golden = tmp_path / "golden.jsonl"
+    if content is not None:
+        golden.write_text(content)
+    with pytest.raises(UserError, match=said) as refused:
+        load_candidate(candidate_file(tmp_path, golden=str(golden)))
+    assert "\n" not in str(refused.value)
 
 
 def test_a_large_model_is_told_apart_at_once(tmp_path: Path) -> None:

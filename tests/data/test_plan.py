@@ -33,6 +33,11 @@ def test_the_demo_is_what_the_project_promises() -> None:
     assert (demo.canary.steps, demo.canary.min_candidate_requests) == ((20, 50, 100), 40)
 
 
+def test_kinds_of_inputs_and_kv_dtypes_count_once_and_by_torchs_name(tmp_path: Path) -> None:
+    plan = load_plan(changed(tmp_path, "replay", inputs=["sink", "normal", "sink"], kv_dtypes=["fp8", "float8_e4m3fn"]))
+    assert (plan.replay.inputs, plan.replay.kv_dtypes) == (("sink", "normal"), ("float8_e4m3fn",))
+
+
 def test_an_unknown_name_says_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"plan 'dmeo': .*did you mean demo"):
         load_plan("dmeo")
@@ -60,6 +65,7 @@ def test_an_unknown_name_says_the_nearest(tmp_path: Path) -> None:
         ("replay", {"golden_prompts": -5}, "replay.golden_prompts"),
         ("replay", {"golden_prompts": 0}, "replay.golden_prompts"),
         ("replay", {"golden_max_tokens": -16}, "replay.golden_max_tokens"),
+        ("replay", {"kv_dtypes": ["fp9"]}, "replay.kv_dtypes: .*fp9"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, section: str, values: dict[str, object], told: str) -> None:

@@ -73,6 +73,7 @@ def test_the_evidence_is_the_worst_rows_behind_the_first_failing_check(home: Pat
         ("probe", "executed", "probes"),
         ("replay", "model.decode.kl_p999", "model_replay"),
         ("replay", "business.mcnemar_p", "business_replay"),
+        ("replay", "business.json.mcnemar_p", "business_replay"),
         ("baseline", "decode.kernel_s.worst_cell", "perf_cells"),
         ("shadow", "divergence_share", "requests"),
         ("shadow", "faults", "requests"),

@@ -111,11 +111,12 @@ class Evidence:
         ]
         self.write("model_replay", rows, mend)
 
-    def golden(self, mend: Mend = unchanged) -> None:
+    def golden(self, mend: Mend = unchanged, num: int = 48) -> None:
         rows = [
-            {**self.backend(side), "prompt_id": f"g{prompt}", "passed": prompt % 4 > 0, "grader": "exact"}
+            {**self.backend(side), "prompt_id": f"g{prompt}", "category": "answer", "language": "en"}
+            | {"passed": prompt % 4 > 0, "grader": "exact"}
             for side in ("champion", "candidate")
-            for prompt in range(48)
+            for prompt in range(num)
         ]
         self.write("business_replay", rows, mend)
 

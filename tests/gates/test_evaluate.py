@@ -147,7 +147,7 @@ def test_every_suite_loads_into_gx_and_takes_its_limits_from_data() -> None:
 
 
 def test_every_limit_of_the_thresholds_is_used_by_a_suite_or_the_gate_itself() -> None:
-    gates = ("fingerprint", "probe", "replay", "baseline", "shadow", "canary", "expand")
+    gates = ("fingerprint", "probe", "replay", "baseline", "shadow", "canary", "expand", "drill")
     for gate in gates:
         source = (SUITES.parent / f"{gate}.py").read_text()
         suites = [load_suite(path.stem) for path in SUITES.glob(f"{gate}*.yaml")]
@@ -165,7 +165,7 @@ def test_a_suite_that_is_not_in_form_is_one_line_to_mend(tmp_path: Path) -> None
 
 def test_importing_a_gate_imports_neither_great_expectations_nor_torch() -> None:
     code = (
-        "import sys, gates.replay, gates.canary, gates.expand, gates.shadow, gates.report\n"
+        "import sys, gates.replay, gates.drill, gates.canary, gates.expand, gates.shadow, gates.report\n"
         "print([m for m in ('great_expectations', 'torch', 'prefect', 'mlflow') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

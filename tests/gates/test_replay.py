@@ -44,7 +44,7 @@ def test_a_sound_candidate_passes_all_three_layers(evidence: Any, plan: Plan, ju
     evidence.tensor()
     evidence.model()
     evidence.golden()
-    found = judged(replay.judge(evidence.lake, evidence.release, plan))
+    found = judged(replay.judge(evidence.lake, evidence.release, plan, num_golden=48))
     assert found.verdict is Verdict.PASS, found.report.reason
     r_rms = found.checks["tensor.bfloat16.r_rms"]
     assert r_rms.detectable == f"R_rms +{100 * (r_rms.limit / 0.72 - 1):.0f} %"
@@ -60,9 +60,8 @@ def test_a_row_of_another_environment_fails(
 ) -> None:
     for name in ("fingerprints", "tensor", "model", "golden"):
         getattr(evidence, name)()
-    assert replay.judge(evidence.lake, evidence.release, plan).verdict is Verdict.PASS
     getattr(evidence, table)(candidate_only({"fingerprint_id": foreign}))
-    found = judged(replay.judge(evidence.lake, evidence.release, plan))
+    found = judged(replay.judge(evidence.lake, evidence.release, plan, num_golden=48))
     assert found.named(Verdict.FAIL) == {"measured_rows"}
 
 
@@ -74,6 +73,13 @@ def test_one_case_beyond_a_limit_fails_and_is_named(evidence: Any, plan: Plan, j
     beside = {"tensor.bfloat16.times_champion"} if figure == "r_rms" else set()
     assert found.named(Verdict.FAIL) == {f"tensor.bfloat16.{figure}"} | beside
     assert "case3" in found.report.reason
+
+
+def test_rounding_that_is_worse_everywhere_fails_where_no_single_case_does(
+    evidence: Any, plan: Plan, judged: Any
+) -> None:
+    evidence.tensor(candidate_only({"r_rms": 1.0}))
+    assert judged(tensor(evidence, plan)).named(Verdict.FAIL) == {"tensor.bfloat16.pooled_times_champion"}
 
 
 def test_each_dtype_class_is_judged_apart_by_its_own_limit(evidence: Any, plan: Plan, judged: Any) -> None:
@@ -203,13 +209,13 @@ def by_side(champion: float, candidate: float) -> Mend:
 
 
 def test_the_champions_own_error_gates_the_candidates_beside_it(evidence: Any, plan: Plan, judged: Any) -> None:
-    evidence.tensor(by_side(0.6, 1.2))
+    evidence.tensor(by_side(0.9, 1.2))
     assert judged(tensor(evidence, plan)).checks["tensor.bfloat16.times_champion"].observed == pytest.approx(1.2)
     assert tensor(evidence, plan).verdict is Verdict.PASS, "below 1 the champion's error is its rounding"
-    evidence.tensor(lambda row: by_side(0.6, 1.3)(row) if row["case_id"] == "case3" else None)
+    evidence.tensor(lambda row: by_side(0.9, 1.3)(row) if row["case_id"] == "case3" else None)
     found = judged(tensor(evidence, plan))
-    assert found.named(Verdict.FAIL) == {"tensor.bfloat16.times_champion"}, "1.3 is within r_rms and not beside 0.6"
-    assert "1.3 on torch_sdpa:flash, champion 0.6 on torch_sdpa:math" in found.report.reason
+    assert found.named(Verdict.FAIL) == {"tensor.bfloat16.times_champion"}, "1.3 is within r_rms and not beside 0.9"
+    assert "1.3 on torch_sdpa:flash, champion 0.9 on torch_sdpa:math" in found.report.reason
 
 
 def test_a_champion_that_is_as_far_off_makes_room_for_the_candidate(evidence: Any, plan: Plan) -> None:
@@ -256,52 +262,4 @@ def test_what_quantisation_costs_is_recorded_and_gates_nothing(evidence: Any, pl
 
 
 def test_nothing_replayed_is_inconclusive(evidence: Any, plan: Plan) -> None:
-    assert replay.judge(evidence.lake, evidence.release, plan).verdict is Verdict.INCONCLUSIVE
-
-
-def business(evidence: Any, plan: Plan) -> GateReport:
-    return layer(evidence, plan, replay.business_checks)
-
-
-def numbered(row: dict[str, Any]) -> int:
-    return int(row["prompt_id"][1:])
-
-
-def test_five_lost_prompts_and_none_won_are_worse(evidence: Any, plan: Plan, judged: Any) -> None:
-    lost = {1, 2, 3, 5, 6}
-    evidence.golden(lambda r: r | {"passed": r["passed"] and not (r["side"] == "candidate" and numbered(r) in lost)})
-    found = judged(business(evidence, plan))
-    assert "business.mcnemar_p" in found.named(Verdict.FAIL)
-    assert "g3" in found.checks["business.mcnemar_p"].message
-
-
-def test_as_many_won_as_lost_fails_the_flip_rate_alone(evidence: Any, plan: Plan, judged: Any) -> None:
-    evidence.golden(lambda r: r | {"passed": numbered(r) % 2 == (r["side"] == "candidate")})
-    assert judged(business(evidence, plan)).named(Verdict.FAIL) == {"business.flip_rate"}
-
-
-def test_a_champion_that_passes_too_little_cannot_show_a_loss(evidence: Any, plan: Plan, judged: Any) -> None:
-    evidence.golden(lambda r: r | {"passed": numbered(r) < 10})
-    assert judged(business(evidence, plan)).named(Verdict.INCONCLUSIVE) == {"business.champion_passes"}
-
-
-def test_a_prompt_with_an_error_or_without_a_grade_is_an_error(evidence: Any, plan: Plan, judged: Any) -> None:
-    evidence.golden(candidate_only({"error": "timeout", "passed": None}, prompt_id="g4"))
-    assert "business.errors" in judged(business(evidence, plan)).named(Verdict.ERROR)
-
-
-def test_a_prompt_that_only_the_champion_answered_is_an_error(evidence: Any, plan: Plan, judged: Any) -> None:
-    evidence.golden(lambda r: None if r["side"] == "candidate" and r["prompt_id"] == "g4" else r)
-    assert "business.lost_prompts" in judged(business(evidence, plan)).named(Verdict.ERROR)
-
-
-def test_fewer_prompts_than_planned_are_an_error(evidence: Any, plan: Plan, judged: Any) -> None:
-    evidence.golden(lambda row: row if numbered(row) < 20 else None)
-    assert judged(business(evidence, plan)).named(Verdict.ERROR) == {"business.planned_prompts"}
-
-
-def test_a_prompt_graded_twice_passed_if_it_always_did(evidence: Any, plan: Plan, judged: Any) -> None:
-    lost = {1, 2, 3, 5, 6}
-    evidence.golden(lambda r: r | {"passed": r["passed"] and not (r["side"] == "candidate" and numbered(r) in lost)})
-    evidence.golden()
-    assert "business.mcnemar_p" in judged(business(evidence, plan)).named(Verdict.FAIL)
+    assert replay.judge(evidence.lake, evidence.release, plan, num_golden=48).verdict is Verdict.INCONCLUSIVE

@@ -1,0 +1,85 @@
+"""Measure a drill where the kernels are; who judges it needs no GPU, and who measures it no gates.
+
+    python -m attention.drill.measure --plan h200 --frozen gates/thresholds.yaml gates/suites --out rows
+    python -m flows drill --rows rows
+
+The first needs torch, pyarrow, pydantic and PyYAML alone. Files after `--frozen` are hashed before the seed is drawn;
+the second refuses rows that were measured under others. A draw is written as soon as it is measured: stopped, the same
+command goes on with those that are left, under the same seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+import time
+from pathlib import Path
+
+from attention.drill.measured import Asked, Folder, device_name, sha256_of
+from attention.drill.plan import DrillPlan, draws, load_plan
+from attention.errors import UserError, exit_code
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m attention.drill.measure", description="Measure a drill's rows.")
+    parser.add_argument("--plan", required=True, help="a plan of attention/drill/plans by name, or a file")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of the rows; goes on with one")
+    parser.add_argument("--frozen", required=True, nargs="+", type=Path, metavar="FILE", help="what will judge them")
+    parser.add_argument("--seed", type=int, help="repeat a drill; default: a fresh seed")
+    args = parser.parse_args(argv)
+    return exit_code(lambda: measure(args.plan, args.out, args.frozen, args.seed))
+
+
+def measure(name: str, out: Path, frozen: list[Path], seed: int | None) -> int:
+    """Measure what is left of a plan into a folder. Raises UserError for a folder of another plan, limits or seed."""
+    if seed is not None and seed < 0:
+        raise UserError(f"--seed {seed}: use a whole number, 0 or more")
+    plan, folder = load_plan(name), Folder(out)
+    asked = _begun(folder, plan, sha256_of(frozen), seed)
+    total, left = sum(1 for _ in draws(asked.plan, asked.seed)), list(folder.left(asked))
+    started = time.monotonic()
+    _say(started, f"seed {asked.seed}, limits {asked.frozen_sha256[:12]}, {asked.device}, {len(left)} of {total} draws")
+    from attention.drill.run import rows_of
+
+    for done, (number, draw) in enumerate(left, start=1):
+        rows = list(rows_of(draw, plan))
+        folder.add(number, rows)
+        errors = [f"{row.subject} on {row.feature}: {row.error}" for row in rows if row.error]
+        _say(started, f"{total - len(left) + done} of {total} draws, {len(rows)} rows, {len(errors)} errors; {draw}")
+        for error in errors[:3]:
+            _say(started, f"  {error}")
+    return 0
+
+
+def _begun(folder: Folder, plan: DrillPlan, frozen: str, seed: int | None) -> Asked:
+    import torch
+
+    if plan.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"the plan's device is {plan.device}, and there is no CUDA device here")
+    known = folder.asked()
+    if known is None:
+        drawn = secrets.randbits(32) if seed is None else seed
+        known = Asked(
+            plan=plan, seed=drawn, frozen_sha256=frozen, torch=torch.__version__, device=device_name(plan.device)
+        )
+        folder.begin(known)
+    same = {
+        "plan": known.plan == plan,
+        "limits": known.frozen_sha256 == frozen,
+        "seed": seed in (None, known.seed),
+        "device": known.device == device_name(plan.device),
+        "torch": known.torch == torch.__version__,
+    }
+    for what, is_same in same.items():
+        if not is_same:
+            raise UserError(f"--out {folder.path}: its rows are of another {what}; use a new folder")
+    return known
+
+
+def _say(started: float, line: str) -> None:
+    print(f"{time.monotonic() - started:6.1f} s  {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
