@@ -139,7 +139,7 @@ EVIDENCE_KINDS: tuple[EvidenceKind, ...] = (
     ),
     EvidenceKind(
         "one_token_off",
-        "one position is off, by less than any fixed limit",
+        "one position is off, by less than a fixed limit",
         _where("model_replay", _first(kl=2e-7)),
         "model.kl_p999_times",
     ),

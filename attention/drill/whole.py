@@ -238,7 +238,7 @@ def model_kinds(specs: Sequence[AttentionSpec]) -> tuple[ModelKind, ...]:
         ),
         ModelKind(
             "scale_1_percent_in_float32",
-            "a softmax scale 1 % too large, within every fixed limit and far beyond the floor",
+            "a softmax scale 1 % too large: a mean KL below the fixed limit and far beyond the floor",
             ModelFault(before=_scaled),
             "model.kl_mean_times",
         ),
