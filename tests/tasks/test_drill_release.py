@@ -29,6 +29,7 @@ NAMED = {
     "replay_lse": "tensor",
     "replay_model": "model",
     "replay_business": "business",
+    "replay_category": "business",
     "probe": "probe",
 }
 
