@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 
 MODES = ("prefill", "decode")
 ALL = "all"
-FIGURES = ("kl_mean", "kl_p999", "flip_rate", "flip_margin")
+#: Figure -> the limit that says how small a floor is believed.
+LEAST = {
+    "kl_mean": "kl_mean_floor_least",
+    "kl_p999": "kl_p999_floor_least",
+    "flip_rate": "flip_rate_floor_least",
+    "flip_margin": "flip_margin_floor_least",
+}
 
 _BUCKETS = """
 with named as (
@@ -217,8 +223,8 @@ def _beside(candidate: pd.DataFrame, floor: pd.DataFrame, limits: Limits) -> pd.
         return candidate.iloc[:0].copy()
     whole = floor[floor["bucket"] == ALL].iloc[0]
     both = candidate.merge(floor, on="bucket", how="left", suffixes=("", "_of_floor"))
-    for name in FIGURES:
-        least = limits.value(f"{name}_floor_least")
+    for name, bound_below in LEAST.items():
+        least = limits.value(bound_below)
         own = both[f"{name}_of_floor"].astype(float)
         # A floor with a NaN of its own is no floor: what is measured in it is NaN, and so an error.
         bound = own.where(own.isna(), own.clip(lower=max(least, float(whole[name]))))
