@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -123,16 +122,29 @@ def _parser() -> argparse.ArgumentParser:
         "--try-declared-failures", action="store_true", help="run also what declared rules refuse (for matrix --drift)"
     )
     replay = verb("replay", "record the numerical replay of one side", _replay, job=True, setup=True)
-    replay.description = "Record the numerical replay of one side: with --job all layers, with --cases a file of cases."
+    replay.description = (
+        "Record the numerical replay of one side: with --job all layers, with --cases a file of cases, with --prompts "
+        "a file of prompts, teacher-forced."
+    )
     replay.add_argument("--cases", type=Path, help="cases (YAML or JSON, as for probe --cells) to record into --out")
     replay.add_argument("--inputs", help="--cases: comma-separated kinds of inputs (normal,needle,large_logit)")
     replay.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="--cases: seeds (default: 0 1)")
-    compare = verb(
-        "compare", "judge recording B of `replay --cases` beside A; with --job, the model layer's", _compare, job=True
+    replay.add_argument(
+        "--prompts", type=Path, help="prompts (JSON Lines: requests or a golden set) to record into --out"
     )
-    compare.add_argument("recordings", nargs="*", type=Path, metavar="A B", help="folders that replay --cases wrote")
+    replay.add_argument("--max-tokens", type=int, default=1024, help="--prompts: tokens kept of each (default: 1024)")
+    replay.add_argument("--decode-tokens", type=int, default=128, help="--prompts: of these, forced (default: 128)")
+    compare = verb(
+        "compare", "judge recording B of `replay` beside A; with --job, the model layer's", _compare, job=True
+    )
+    compare.add_argument(
+        "recordings", nargs="*", type=Path, metavar="A B", help="folders that replay --cases or --prompts wrote"
+    )
     compare.add_argument("--limits", type=Path, default=DEFAULT_LIMITS, help="thresholds (default: %(default)s)")
     compare.add_argument("--truths", type=Path, help="folder that keeps the oracle's answers between runs")
+    compare.add_argument("--floor", type=Path, metavar="F", help="prompts: a second sound recording of A's side")
+    compare.add_argument("--model", type=Path, help="prompts: folder with the lm_head (default: where A was recorded)")
+    compare.add_argument("--device", default="cpu", help="prompts: cpu or cuda")
     compare.add_argument("--json", action="store_true", help="one JSON document on stdout")
     bench = verb("bench", "a worker that times what stdin asks for; dispatch: host overhead", _bench, job=True)
     bench.add_argument("what", nargs="?", choices=("dispatch",), help="dispatch: a planned run against the plain call")
@@ -479,9 +491,13 @@ def _replay(args: argparse.Namespace) -> int:
         if args.job is not None:
             raise UserError("replay takes --job or --cases, not both")
         return record_cases(args, _setup(args), _progress("replay"))
+    if args.prompts is not None:
+        from attention.replay.prompts import record_prompts
+
+        return record_prompts(args, _setup(args), _progress("replay"))
     from attention import startup
     from attention.model import specs_of
-    from attention.replay import business, model, tensor
+    from attention.replay import business, prompts, tensor
     from attention.replay.throughput import Meter
     from attention.replay.truths import Truths, compute
 
@@ -508,7 +524,7 @@ def _replay(args: argparse.Namespace) -> int:
         )
     )
     throughput = meter.summary(len(rows))
-    model.record(runner, job.model, args.out, _progress("model replay"))
+    recorded = prompts.record_side(runner, job, found, args.out, _progress)
     answers = business.answer(runner, job.business, _progress("business replay"))
     _rows(job.evidence, "tensor_replay", rows, found.id, found.identity.model_id)
     summary = {
@@ -517,7 +533,7 @@ def _replay(args: argparse.Namespace) -> int:
         "errors": sum("error" in row for row in rows),
         "throughput": throughput.row(),
         "truths": {"computed": truths.num_computed, "read": truths.num_read} if truths else None,
-        "confirmed": dict(dispatcher.confirmed),
+        **recorded,
         "answers": answers.model_dump()["answers"],
     }
     write_result(args.out, summary)
@@ -538,29 +554,17 @@ def _captured(runner: Any, job: ReplayJob, specs: list[Any], out: Path) -> Any:
 
 def _compare(args: argparse.Namespace) -> int:
     if args.recordings:
+        from attention.replay import prompts, states
         from attention.replay.command import compare_recordings
 
         if len(args.recordings) != 2 or args.job is not None:
             raise UserError("compare takes two recordings, A and B, or --job")
-        return compare_recordings(args)
-    import torch
+        check_device(args.device)
+        of_prompts = any(states.is_recording(folder) for folder in args.recordings)
+        return prompts.compare_prompts(args) if of_prompts else compare_recordings(args)
+    from attention.replay.prompts import compare_sides
 
-    from attention import startup
-    from attention.replay import compare
-
-    job: CompareJob = _job(args, CompareJob)
-    dispatcher = startup.decide(job.setup, [])
-    found = startup.identify(job.setup, dispatcher)
-    # Nothing else runs now, and the comparer's threads change no kernel under test.
-    torch.set_num_threads(os.cpu_count() or 1)
-    rows = [
-        {**row, "backend": dispatcher.resolved[row["mode"]], "confirmed_backend": job.confirmed[row["mode"]]}
-        for row in compare.rows(
-            job.champion, job.candidate, compare.lm_head(job.setup.model), job.prompts_by_id(), job.top_k
-        )
-    ]
-    _rows(job.evidence, "model_replay", rows, found.id, found.identity.model_id)
-    write_result(args.out, {"fingerprint_id": found.id, "positions": len(rows)})
+    write_result(args.out, compare_sides(_job(args, CompareJob)))
     return 0
 
 

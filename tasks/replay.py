@@ -27,8 +27,8 @@ def run(context: Context) -> StageOutcome:
     results = measure_sides(context, lambda side: _job(context, side, prompts, golden))
     context.say(f"replay: tensor {results['candidate']['cases']} cases a side")
     shutil.rmtree(context.work / "truths", ignore_errors=True)  # both sides are done, and another release draws anew
-    compared = measure(_compare(context, prompts, results), context.work)
-    context.say(f"replay: model {compared['positions']} positions through one lm_head")
+    compared = measure(_compare(context, results), context.work)
+    context.say(f"replay: model {compared['positions']} positions through one lm_head, floor {compared['floor']}")
     passed = {side: _grade(context, side, golden, results[side]) for side in SIDES}
     context.say(f"replay: business {passed['candidate']} of {len(golden)} passed, champion {passed['champion']}")
     report = gate.judge(context.lake, context.release_id, context.plan, num_golden=len(golden))
@@ -95,7 +95,13 @@ def _job(context: Context, side: Side, prompts: tuple[Prompt, ...], golden: list
             activations=context.work / "activations.safetensors",  # one file for both sides: equal inputs
             truths=context.work / "truths",
         ),
-        model=ModelPlan(prompts=prompts, max_tokens=plan.model_tokens, decode_tokens=plan.decode_tokens),
+        model=ModelPlan(
+            prompts=prompts,
+            max_tokens=plan.model_tokens,
+            decode_tokens=plan.decode_tokens,
+            # The champion's alone: the floor is how far two sound executions of what serves are apart.
+            floors=context.folder / "floors" if side == "champion" else None,
+        ),
         business=BusinessPlan(prompts=tuple(as_prompt(g) for g in golden)),
     )
 
@@ -112,15 +118,15 @@ def as_prompt(golden: GoldenPrompt) -> Prompt:
     )
 
 
-def _compare(context: Context, prompts: tuple[Prompt, ...], results: dict[Side, dict[str, Any]]) -> Job:
-    candidate = results["candidate"]
+def _compare(context: Context, results: dict[Side, dict[str, Any]]) -> Job:
+    champion, candidate = results["champion"], results["candidate"]
     job = CompareJob(
         setup=context.setup("candidate"),
         evidence=context.evidence("candidate"),
-        champion=Path(results["champion"]["out"]) / "hidden.safetensors",
-        candidate=Path(candidate["out"]) / "hidden.safetensors",
-        prompts=prompts,
-        confirmed=candidate["confirmed"],
+        champion=Path(champion["states"]),
+        candidate=Path(candidate["states"]),
+        floor=champion["floor"],
+        known_floor=champion["known_floor"],
     )
     return Job("replay-compare", job, context.environment("candidate"))
 

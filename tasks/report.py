@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from gates.replay_model import Bucket, Divergence
 from gates.replay_tensor import Beside
 from gates.report import Row, table
 from gates.verdict import GateReport
@@ -62,6 +63,7 @@ def render(story: Story, figures: Iterable[Path] = ()) -> str:
         _gates(story.gates),
         *(_figure(path) for path in figures),
         _tensor(story.tensor),
+        _model(story.buckets, story.divergences),
         _events(story),
         _block("Fingerprint", story.fingerprint_json, is_open=False),
         _block("Policy", story.policy_yaml, is_open=True),
@@ -166,6 +168,38 @@ def _tensor(cases: Sequence[Beside]) -> str:
     return (
         f"<h2>Tensor replay, case by case</h2>\n{note}<table><thead><tr>{row}</tr></thead><tbody>{rows}</tbody></table>"
     )
+
+
+def _model(buckets: Sequence[Bucket], divergences: Sequence[Divergence]) -> str:
+    """One row a bucket, beside the floor; then where the most likely tokens first part."""
+    if not buckets:
+        return ""
+    heads = ("mode", "bucket", "positions", "KL mean | floor", "KL 99.9 %", "top-10 overlap", "agreement", "flips")
+    rows = "".join(
+        f"<tr><td>{escape(one.mode)}</td><td>{escape(one.bucket)}{'' if one.judged else ' (not judged)'}</td>"
+        f'<td class="number">{one.positions} of {one.prompts} prompts</td>{_pair(one.kl_mean, one.floor_kl_mean)}'
+        f'<td class="number">{_ratio(one.kl_p999)}</td><td class="number">{_ratio(one.topk_overlap)}</td>'
+        f'<td class="number">{_ratio(1 - one.flips / one.positions)}</td>'
+        f'<td class="number">{one.flips}, up to {_ratio(one.flip_margin)} nats</td></tr>'
+        for one in buckets
+    )
+    parted = "".join(
+        f"<p>{escape(one.mode)}: the most likely token parts in {one.diverged} of {one.prompts} prompts"
+        + (
+            f", in the median first after {_ratio(one.median_tokens)} tokens at {_ratio(one.median_margin)} nats"
+            if one.diverged
+            else ""
+        )
+        + ".</p>"
+        for one in divergences
+    )
+    note = (
+        "<p>Teacher-forced on the same tokens; KL in nats a position. The floor is the champion beside itself, "
+        "executed a second sound way. A bucket with few positions is shown and not judged.</p>"
+    )
+    row = "".join(f"<th>{name}</th>" for name in heads)
+    table_ = f"<table><thead><tr>{row}</tr></thead><tbody>{rows}</tbody></table>"
+    return f"<h2>Model replay, by language, length and position</h2>\n{note}{parted}{table_}"
 
 
 def _pair(candidate: float | None, champion: float | None) -> str:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
+from gates.replay_model import Bucket, Divergence, buckets, divergences
 from gates.replay_tensor import Beside, beside
+from gates.thresholds import load_limits
 from gates.verdict import Check, GateReport, Verdict
 from tasks.record import Record
 
@@ -67,6 +69,8 @@ class Story(BaseModel):
     policy_yaml: str | None = None
     confirmed_backend: str | None = None  # prefill=torch_sdpa:flash, decode=torch_sdpa:flash
     tensor: tuple[Beside, ...] = ()  # worst cases of the tensor replay, the champion's ratios beside the candidate's
+    buckets: tuple[Bucket, ...] = ()  # model replay by language, length and position, beside its floor
+    divergences: tuple[Divergence, ...] = ()  # where the most likely tokens first part, by mode
     gates: tuple[GateReport, ...] = ()  # in the order of the stages
     events: tuple[Event, ...] = ()  # oldest first
 
@@ -105,6 +109,8 @@ def with_evidence(story: Story, lake_dir: Path) -> Story:
         return story.model_copy(
             update={
                 "tensor": beside(lake, story.release_id, NUM_TENSOR),
+                "buckets": buckets(lake, story.release_id, load_limits("replay", "default")),
+                "divergences": divergences(lake, story.release_id),
                 "gates": gate_reports(lake, story.release_id),
                 "events": events(lake, story.release_id),
                 "fingerprint_id": fingerprint_id,

@@ -59,6 +59,28 @@ def _same_prompts(rows: Rows) -> Rows:
     return [row for row in rows if row["prompt_id"] in prompts[: len(prompts) * 2 // 3]]
 
 
+def _none(rows: Rows) -> Rows:
+    return []
+
+
+def _every(step: int, **columns: Any) -> Callable[[Rows], Rows]:
+    return lambda rows: [{**row, **columns} if i % step == 0 else row for i, row in enumerate(rows)]
+
+
+def _half(step: int, **columns: Any) -> Callable[[Tables], Tables]:
+    """Half of the texts are of a language of their own, and the candidate is wrong there, every `step` positions."""
+
+    def changed(tables: Tables) -> Tables:
+        ids = sorted({row["prompt_id"] for row in tables["model_replay"]})
+        theirs = set(ids[::2])
+        rows = [{**row, "language": "pl" if row["prompt_id"] in theirs else "en"} for row in tables["model_replay"]]
+        mine = [row for row in rows if row["language"] == "pl" and row["side"] == "candidate"]
+        others = [row for row in rows if row["language"] != "pl" or row["side"] != "candidate"]
+        return {**tables, "model_replay": others + _every(step, **columns)(mine)}
+
+    return changed
+
+
 def _crossed(rows: Rows) -> Rows:
     """Every answer is the one of the prompt before."""
     return [{**row, "passed": other["passed"]} for row, other in zip(rows, rows[-1:] + rows[:-1], strict=True)]
@@ -66,6 +88,8 @@ def _crossed(rows: Rows) -> Rows:
 
 _NO_FIGURES = dict.fromkeys(("finite_mask_equal", "r_rms", "r_max", "r_row", "lse_max_abs", "bias_z"))
 _ELSE = "torch_sdpa:efficient"
+#: A flip at a tie. Figures of the model are those of float32: a limit of the floor is far below a fixed one there.
+_TIE = {"next_token_equal": False, "flip_margin": 1e-4}
 
 EVIDENCE_KINDS: tuple[EvidenceKind, ...] = (
     EvidenceKind(
@@ -102,6 +126,39 @@ EVIDENCE_KINDS: tuple[EvidenceKind, ...] = (
         "model.confirmed",
     ),
     EvidenceKind(
+        "no_floor",
+        "the champion was executed one way only",
+        _where("model_replay", _none, "champion"),
+        "model.kl_mean_times",
+    ),
+    EvidenceKind(
+        "floor_cut",
+        "the champion's second recording ends early",
+        _where("model_replay", _two_thirds, "champion"),
+        "model.floor_positions",
+    ),
+    EvidenceKind(
+        "one_token_off",
+        "one position is off, by less than a fixed limit",
+        _where("model_replay", _first(kl=2e-7)),
+        "model.kl_p999_times",
+    ),
+    EvidenceKind(
+        "ties_flip",
+        "every hundredth token flips, where sound executions flip none",
+        _where("model_replay", _every(100, **_TIE)),
+        "model.flip_rate_times",
+    ),
+    EvidenceKind(
+        "clear_flip",
+        "one token flips that no sound execution would",
+        _where("model_replay", _first(next_token_equal=False, flip_margin=0.1)),
+        "model.flip_margin_times",
+    ),
+    EvidenceKind("language_wrong", "one language is wrong", _half(1, kl=3e-3), "model.bucket.kl_mean"),
+    EvidenceKind("language_drifts", "one language is off", _half(1, kl=3e-9), "model.bucket.kl_mean_times"),
+    EvidenceKind("language_flips", "one language flips ties", _half(80, **_TIE), "model.bucket.flip_rate_times"),
+    EvidenceKind(
         "answers_lost",
         "a third of the answers is missing",
         _where("business_replay", _two_thirds),
@@ -136,6 +193,24 @@ EVIDENCE_KINDS: tuple[EvidenceKind, ...] = (
         "every answer goes to the next prompt",
         _where("business_replay", _crossed),
         "business.flip_rate",
+    ),
+    EvidenceKind(
+        "category_not_solved",
+        "the champion solves no prompt of a category",
+        _where("business_replay", _each(passed=False), None),
+        "business.category.champion_passes",
+    ),
+    EvidenceKind(
+        "category_lost",
+        "the candidate solves no prompt of a category",
+        _where("business_replay", _each(passed=False)),
+        "business.category.mcnemar_p",
+    ),
+    EvidenceKind(
+        "category_crossed",
+        "every answer of a category goes to the next prompt",
+        _where("business_replay", _crossed),
+        "business.category.flip_rate",
     ),
     EvidenceKind(
         "foreign_rows",

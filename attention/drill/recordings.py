@@ -1,7 +1,7 @@
 """Recordings of one real model, sound and with each fault: what a release's replay stage would read.
 
-The model is loaded once. A fault's effect is what it does to the hidden states when it goes into the float64 oracle,
-over the error that the sound champion makes there.
+The model is loaded once, and the champion's floor recorded once. A fault's effect is what it does to the hidden states
+when it goes into the float64 oracle, over the error that the sound champion makes there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
+import torch
 
 from attention.backends.base import AttentionSpec
 from attention.cases import AttentionCase, DType
@@ -24,12 +24,11 @@ from attention.drill.plan import Draw, DrillPlan, Shape
 from attention.drill.whole import SOUND, FaultyRunner, ModelFault, OracleDispatcher
 from attention.job import BusinessPlan, ModelPlan, Prompt, Setup, TensorPlan
 from attention.model import specs_of
-from attention.replay import business, compare, model, tensor
+from attention.replay import business, compare, floor, model, prompts, tensor
 from attention.replay.problems import make
+from attention.replay.states import MODES, Manifest, States, positions
 
 SERVED = "float32"
-MODES = ("prefill", "decode")
-TOP_K = 10
 ANSWERED_AT_ONCE = 8  # of more prompts, so that prefills and decodes meet in a step
 
 Rows = list[dict[str, Any]]
@@ -46,25 +45,32 @@ class Prompts:
 class Recorder:
     """One model that records under any dispatcher and fault. Files go into `work`."""
 
-    def __init__(self, path: Path, champion: Dispatcher, candidate: Dispatcher, prompts: Prompts, work: Path) -> None:
+    def __init__(self, path: Path, champion: Dispatcher, candidate: Dispatcher, asked: Prompts, work: Path) -> None:
         self._runner = FaultyRunner(path, champion, dtype=SERVED, num_pages=_NUM_PAGES)
         self._champion, self._candidate = champion, candidate
         self._oracle = OracleDispatcher(champion.specs)
-        self._prompts, self._work = prompts, work
-        self._head_VD = compare.lm_head(path)
+        self._prompts, self._work = asked, work
+        self._told = _manifest(path)
+        self._head = compare.Head.read(path)
         self._own = self._record(champion, SOUND, "champion")
-        self._few = prompts.forced.model_copy(update={"prompts": prompts.forced.prompts[:_NUM_FOR_EFFECT]})
+        self._few = asked.forced.model_copy(update={"prompts": asked.forced.prompts[:_NUM_FOR_EFFECT]})
         self._truth = self._record(self._oracle, SOUND, "truth", self._few)
 
     def candidate_rows(self, fault: ModelFault = SOUND) -> Rows:
         """Rows of `model_replay` of a candidate with a fault."""
-        recorded = self._record(self._candidate, fault, "candidate")
-        prompts = {prompt.prompt_id: prompt for prompt in self._prompts.forced.prompts}
-        names = {mode: (self._candidate.resolved[mode], self._candidate.confirmed[mode]) for mode in MODES}  # type: ignore[index]
-        return [
-            {**row, "backend": names[row["mode"]][0], "confirmed_backend": names[row["mode"]][1]}
-            for row in compare.rows(self._own, recorded, self._head_VD, prompts, TOP_K)
-        ]
+        return self._beside_champion(self._record(self._candidate, fault, "candidate"))
+
+    def floor_rows(self) -> Rows:
+        """Rows of `model_replay` of the champion beside itself, executed a second sound way."""
+        self._begin(self._champion, SOUND)
+        way = floor.second(self._runner)
+        return self._beside_champion(self._record(way.dispatcher, SOUND, "floor", how=way.how))
+
+    def _beside_champion(self, recorded: States) -> Rows:
+        columns = prompts.compared(self._own, recorded, self._head)
+        num = len(columns["kl"])
+        lists = {name: one if isinstance(one, list) else [one] * num for name, one in columns.items()}
+        return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
 
     def effect(self, fault: ModelFault) -> float:
         """Change of the oracle's hidden states by a fault over the champion's own error, in the worst text."""
@@ -90,19 +96,45 @@ class Recorder:
         self._runner.dispatcher = dispatcher
         self._runner.begin(fault)
 
-    def _record(self, dispatcher: Any, fault: ModelFault, name: str, plan: ModelPlan | None = None) -> Path:
+    def _record(
+        self,
+        dispatcher: Any,
+        fault: ModelFault,
+        name: str,
+        plan: ModelPlan | None = None,
+        how: model.Batching | None = None,
+    ) -> States:
         self._begin(dispatcher, fault)
-        return model.record(self._runner, plan or self._prompts.forced, self._work / name)
+        return States(model.record(self._runner, plan or self._prompts.forced, self._told, self._work / name, how=how))
 
 
 _NUM_PAGES = 512
 _NUM_FOR_EFFECT = 2  # texts that the oracle, which is slow, records; two, since members may disturb each other
 
 
-def _largest_error(recorded: Path, truth: Path) -> float:
-    """Relative L2 error of the hidden states of the worst text and mode; NaN is one."""
-    mine, exact = load_file(recorded), load_file(truth)
-    errors = [float((mine[n] - exact[n]).norm() / exact[n].norm()) for n in exact if not n.endswith("/tokens")]
+def _manifest(path: Path) -> Manifest:
+    """Who records, as far as a recording that nobody keeps has to say it."""
+    return Manifest(
+        fingerprint_id="drill",
+        torch=torch.__version__,
+        python="",
+        gpu="cpu",
+        distributions={},
+        model=path,
+        model_id="drill",
+        dtype=SERVED,
+    )
+
+
+def _largest_error(recorded: States, truth: States) -> float:
+    """Relative L2 error of the hidden states of the worst text and mode, of the truth's texts; NaN is one."""
+    errors = []
+    for mode in MODES:
+        start = 0
+        for _, where in positions(truth.manifest, mode):
+            exact, mine = (side.rows(mode, start, start + len(where)).double() for side in (truth, recorded))
+            errors.append(float((mine - exact).norm() / exact.norm()))
+            start += len(where)
     return math.nan if any(math.isnan(error) for error in errors) else max(errors)
 
 

@@ -2,7 +2,7 @@
 
     runner = FaultyRunner(model_path, dispatcher)
     runner.begin(kind.fault)
-    attention.replay.model.record(runner, plan, out)          # as the replay stage records a candidate
+    attention.replay.model.record(runner, plan, told, out)    # as the replay stage records a candidate
 
 A fault sits around a layer's call of the dispatcher, so the kernels are those that would serve. `OracleDispatcher`
 attends in float64: with it the same fault goes into the oracle.
@@ -18,7 +18,7 @@ import torch
 
 from attention.backends.base import AttentionSpec, Batch, Planned
 from attention.backends.oracle import OracleBackend
-from attention.dispatch import StepRecord
+from attention.dispatch import PHASES, StepRecord
 from attention.model import Chunk, Runner
 
 
@@ -98,6 +98,7 @@ class OracleDispatcher:
 
     def __init__(self, specs: list[AttentionSpec]) -> None:
         self.specs, self.device = specs, "cpu"
+        self.resolved = self.confirmed = dict.fromkeys(PHASES, "oracle")
         self._planned: dict[AttentionSpec, Planned] = {}
         self._batch: Batch | None = None
 
@@ -148,10 +149,10 @@ def _to_neighbour(call: LayerCall) -> LayerCall:
 
 
 def _raced(call: LayerCall) -> LayerCall:
-    """Every third call reads before the last tile of 16 keys has arrived."""
+    """Every third call reads before the last tile of 16 of each member's new keys has arrived."""
     if call.number % 3:
         return call
-    late = torch.arange(len(call.k_TGD)) >= (len(call.k_TGD) - 1) // 16 * 16
+    late = torch.cat([torch.arange(num) >= (num - 1) // 16 * 16 for num in call.q_lens])
     k, v = (tensor.masked_fill(late[:, None, None], 0.0) for tensor in (call.k_TGD, call.v_TGD))
     return replace(call, k_TGD=k, v_TGD=v)
 
@@ -165,12 +166,16 @@ def _row_of_nan(out_THD: torch.Tensor, call: LayerCall) -> torch.Tensor:
 
 
 def _first_key_zero(call: LayerCall) -> LayerCall:
-    """The first key and value of a prefill never arrive."""
-    if call.decodes:
-        return call
+    """The first key and value of every prefill never arrive; prompts are packed, so a call has many."""
     k, v = call.k_TGD.clone(), call.v_TGD.clone()
-    k[0], v[0] = 0, 0
+    firsts = [sum(call.q_lens[:i]) for i, num in enumerate(call.q_lens) if num > 1]
+    k[firsts], v[firsts] = 0, 0
     return replace(call, k_TGD=k, v_TGD=v)
+
+
+def _scaled(call: LayerCall) -> LayerCall:
+    """The softmax scale is 1 % too large."""
+    return replace(call, q_THD=call.q_THD * 1.01)
 
 
 def _row_before(out_THD: torch.Tensor, call: LayerCall) -> torch.Tensor:
@@ -230,6 +235,12 @@ def model_kinds(specs: Sequence[AttentionSpec]) -> tuple[ModelKind, ...]:
             "rotary positions of decoded tokens are one too high",
             ModelFault(rotary_shift=1),
             "model.kl_mean",
+        ),
+        ModelKind(
+            "scale_1_percent_in_float32",
+            "a softmax scale 1 % too large: a mean KL below the fixed limit and far beyond the floor",
+            ModelFault(before=_scaled),
+            "model.kl_mean_times",
         ),
     )
 

@@ -114,7 +114,9 @@ def replay(evidence: Evidence) -> Figure:
         " max(r_rms) as r_rms, max(r_max) as r_max, max(r_row) as r_row from tensor_replay"
         " where release_id = $id and side = 'candidate' group by all order by kind",
     )
-    kls = evidence.rows("select mode, kl from model_replay where release_id = $id and kl is not null")
+    kls = evidence.rows(
+        "select mode, kl from model_replay where release_id = $id and side = 'candidate' and kl is not null"
+    )
     if not ratios and not kls:
         return empty("replay", "tensor_replay, model_replay")
     kinds = sorted({row["kind"] for row in ratios}, reverse=True)
@@ -142,7 +144,7 @@ def replay(evidence: Evidence) -> Figure:
 
 def _survival(ax: Axes, kls: Sequence[Row]) -> None:
     """Share of positions whose KL exceeds x: a straight look at the tail, where the limits are."""
-    floor = 1e-9  # below it float32 logits cannot tell a KL from zero; a log axis needs a start
+    floor = 1e-14  # a log axis needs a start; sound float32 kernels are at 1e-13 and above
     for mode, colour, style in (("prefill", CANDIDATE, "-"), ("decode", CONTROL, "--")):
         values = sorted(max(row["kl"], floor) for row in kls if row["mode"] == mode)
         if values:

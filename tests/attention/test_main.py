@@ -293,7 +293,12 @@ def test_replay_and_compare_leave_a_result_and_rows_with_whose_they_are(
             "inputs": ["normal", "sink", "activations"],
             "truths": str(tmp_path / "truths"),
         },
-        "model": {"prompts": [PROMPT], "max_tokens": 32, "decode_tokens": 4},
+        "model": {
+            "prompts": [PROMPT],
+            "max_tokens": 32,
+            "decode_tokens": 4,
+            "floors": str(tmp_path / "floors"),
+        },
         "business": {"prompts": [PROMPT]},
     }
     (tmp_path / "replay.json").write_text(json.dumps(job))
@@ -303,7 +308,6 @@ def test_replay_and_compare_leave_a_result_and_rows_with_whose_they_are(
     assert result["truths"] == {"computed": 12, "read": 0}
     assert 0 < result["throughput"]["oracle_share"] < result["throughput"]["busy_share"] < 1
     assert (tmp_path / "out" / "activations.safetensors").is_file()
-    assert result["confirmed"]["decode"] == "torch_sdpa:flash"
     assert [answer["prompt_id"] for answer in result["answers"]] == ["p1"]
     seen = rows(tmp_path / "lake", "tensor_replay")
     assert {(r["release_id"], r["side"], r["model"], r["fingerprint_id"]) for r in seen} == {
@@ -317,23 +321,36 @@ def test_replay_and_compare_leave_a_result_and_rows_with_whose_they_are(
     assert again["truths"] == {"computed": 0, "read": 12}, "one release computes a truth once"
     assert again["throughput"]["oracle_share"] == 0 < again["throughput"]["cases_per_minute"]
 
-    recording = str(tmp_path / "out" / "hidden.safetensors")
-    compare = {
-        **common,
-        "champion": recording,
-        "candidate": recording,
-        "prompts": [PROMPT],
-        "confirmed": result["confirmed"],
-    }
+    compare = {**common, "champion": result["states"], "candidate": result["states"]}
+    compare |= {"floor": result["floor"], "known_floor": result["known_floor"]}
     (tmp_path / "compare.json").write_text(json.dumps(compare))
     try:
         assert main(["compare", "--job", str(tmp_path / "compare.json"), "--out", str(tmp_path / "compared")]) == 0
     finally:
         torch.set_num_threads(threads)
-    positions = rows(tmp_path / "lake", "model_replay")
-    assert len(positions) == json.loads((tmp_path / "compared" / "result.json").read_text())["positions"] > 0
+    found = json.loads((tmp_path / "compared" / "result.json").read_text())
+    assert found["floor"] == "measured"
+    seen = rows(tmp_path / "lake", "model_replay")
+    positions = [row for row in seen if row["side"] == "candidate"]
+    assert len(positions) == found["positions"] > 0
     assert {row["kl"] for row in positions} == {0.0}
     assert {row["confirmed_backend"] for row in positions} == {"torch_sdpa:flash"}
+    assert {(row["fingerprint_id"], row["dtype_class"]) for row in seen} == {(result["fingerprint_id"], "float32")}
+    floor = [row for row in seen if row["side"] == "champion"]
+    assert {row["confirmed_backend"] for row in floor} == {"torch_sdpa:math"}, "the policy's fallback is the second way"
+    assert [row["position"] for row in floor] == [row["position"] for row in positions]
+
+    assert main(["replay", "--job", str(tmp_path / "replay.json"), "--out", str(tmp_path / "out")]) == 0
+    again = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert (again["floor"], again["known_floor"]) == (None, result["known_floor"]), "a floor is measured once"
+    (tmp_path / "compare.json").write_text(json.dumps({**compare, "floor": None}))
+    try:
+        assert main(["compare", "--job", str(tmp_path / "compare.json"), "--out", str(tmp_path / "compared")]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert json.loads((tmp_path / "compared" / "result.json").read_text())["floor"] == "known"
+    both = [row["kl"] for row in rows(tmp_path / "lake", "model_replay") if row["side"] == "champion"]
+    assert sorted(both) == sorted(2 * [row["kl"] for row in floor])
 
 
 def test_what_the_system_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

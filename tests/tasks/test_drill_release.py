@@ -17,7 +17,7 @@ from gates.evaluate import SUITES, load_suite
 from tasks import drill as task
 from tasks import drill_release
 from tasks.drill_release import Release, judged
-from tests.gates.conftest import Evidence
+from tests.gates.conftest import Evidence, Mend, unchanged
 
 PLAN = load_plan("full")
 
@@ -28,8 +28,10 @@ NAMED = {
     "replay_beside": "tensor",
     "replay_lse": "tensor",
     "replay_model": "model",
+    "replay_floor": "model",
+    "replay_buckets": "model.bucket",
     "replay_business": "business",
-    "replay_category": "business",
+    "replay_category": "business.category",
     "probe": "probe",
 }
 
@@ -58,15 +60,16 @@ class Written(Evidence):
     def __init__(self) -> None:
         self.tables: dict[str, list[dict[str, Any]]] = {}
 
-    def write(self, table: str, rows: list[dict[str, Any]], *args: Any) -> None:
-        self.tables[table] = rows
+    def write(self, table: str, rows: list[dict[str, Any]], mend: Mend = unchanged, *args: Any) -> None:
+        self.tables[table] = [row for row in map(mend, rows) if row is not None]
 
 
 @pytest.fixture(scope="module")
 def sound() -> Release:
     evidence = Written()
-    for write in (evidence.fingerprints, evidence.tensor, evidence.model, evidence.golden, evidence.probes):
+    for write in (evidence.fingerprints, evidence.tensor, evidence.golden, evidence.probes):
         write()
+    evidence.model(lambda row: row | {"dtype_class": "float32", "kl": 1e-12})
     tables = evidence.tables
     return Release(tables, tuple((row["backend"], row["probe"]) for row in tables["probes"]))
 
@@ -82,8 +85,9 @@ def release_plan(sound: Release) -> Plan:
         "max_kv_len": 1024,
         "golden_prompts": 48,
         "min_golden_passes": 30,
+        "min_category_passes": 30,
     }
-    positions = sum(row["mode"] == "prefill" for row in sound.tables["model_replay"])
+    positions = sum(row["mode"] == "prefill" and row["side"] == "candidate" for row in sound.tables["model_replay"])
     return demo.model_copy(update={"replay": demo.replay.model_copy(update={**least, "min_positions": positions})})
 
 

@@ -1,4 +1,4 @@
-"""Which texts of the traffic the model replay is given, and what becomes of wrong answers to the golden set."""
+"""Texts of the traffic for the model replay, what the jobs say, and what becomes of wrong answers to the golden set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import transformers
 
+from attention.job import Evidence, Setup
 from attention.schemas import write_rows
+from data.environment import Environment
 from data.golden_set import (
     Contains,
     Drawn,
@@ -33,7 +35,7 @@ from data.recorded import read_traffic
 from gates.business import business_checks
 from gates.thresholds import load_limits
 from gates.verdict import GateReport, Verdict
-from tasks.replay import _golden, _grade, _model_prompts, as_prompt
+from tasks.replay import _compare, _golden, _grade, _job, _model_prompts, as_prompt
 from tests.data.readers import test_mooncake, test_vllm_log
 from tests.data.readers.logs import write
 from tests.data.test_recorded import batch
@@ -68,6 +70,34 @@ def test_where_only_lengths_were_recorded_a_prompt_of_that_length_is_made(
     path = write(tmp_path / "t", *(test_mooncake.request() for _ in range(5)))
     prompts = _model_prompts(context(path))
     assert [len(prompt.messages[0]["content"].split()) for prompt in prompts] == [1300] * 3
+
+
+def sides(tmp_path: Path) -> Any:
+    """A context of which only what jobs are made of is there."""
+    return SimpleNamespace(
+        folder=tmp_path,
+        work=tmp_path / "work",
+        release_id="r1",
+        plan=load_plan("demo"),
+        setup=lambda side: Setup(model=tmp_path, policy=tmp_path / f"{side}.yaml"),
+        evidence=lambda side: Evidence(lake=tmp_path, release_id="r1", side=side),
+        environment=lambda side: Environment(name=side, interpreter="current"),
+    )
+
+
+def test_the_champion_alone_measures_a_floor_in_a_folder_that_outlives_the_release(tmp_path: Path) -> None:
+    context = sides(tmp_path)
+    assert _job(context, "champion", (), []).model.floors == tmp_path / "floors"
+    assert _job(context, "candidate", (), []).model.floors is None
+
+
+def test_the_comparison_is_given_both_recordings_and_the_champions_floor(tmp_path: Path) -> None:
+    known = {"states": "c/states", "floor": None, "known_floor": "floors/k.parquet"}
+    candidate = {"states": "d/states", "floor": None, "known_floor": None}
+    job: Any = _compare(sides(tmp_path), {"champion": known, "candidate": candidate}).job
+    assert (job.champion, job.candidate) == (Path("c/states"), Path("d/states"))
+    assert (job.floor, job.known_floor) == (None, Path("floors/k.parquet"))
+    assert job.evidence.side == "candidate"
 
 
 @pytest.fixture(scope="module")

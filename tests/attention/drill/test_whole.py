@@ -66,6 +66,7 @@ WHERE = {
     "race": {"prefill a", "mixed"},
     "cache_write_lost": {"decode", "mixed"},
     "position_off_by_one": {"decode", "mixed"},
+    "scale_1_percent_in_float32": {"prefill a", "prefill b", "decode", "mixed"},
 }
 
 
@@ -82,6 +83,24 @@ def test_a_fault_changes_the_steps_that_it_is_about_in_the_oracle_too(
     assert steps >= WHERE[name] - {"mixed"}
     untouched = {"prefill a", "prefill b"} - WHERE[name]
     assert not steps & untouched - ({"prefill b"} if name == "race" else set())
+
+
+@pytest.mark.parametrize("name", ["sink_lost", "race"])
+def test_every_prompt_that_is_packed_into_one_prefill_has_the_fault(name: str, runner: FaultyRunner) -> None:
+    (kind,) = (kind for kind in model_kinds(runner.dispatcher.specs) if kind.name == name)
+
+    def packed(fault: ModelFault) -> States:
+        runner.begin(fault)
+        tables = [tuple(runner.pool.alloc(4)) for _ in TEXTS]
+        try:
+            chunks = [Chunk(text, 0, table) for text, table in zip(TEXTS, tables, strict=True)]
+            states_TD = runner.forward(chunks, rows="all").clone()
+        finally:
+            for table in tables:
+                runner.pool.free(table)
+        return dict(zip("ab", states_TD.split([len(text) for text in TEXTS]), strict=True))
+
+    assert changed(packed(SOUND), packed(kind.fault)) == {"a", "b"}
 
 
 def test_every_kind_is_looked_at(runner: FaultyRunner) -> None:

@@ -1,0 +1,176 @@
+"""A recording of the model layer on disk: final hidden states of teacher-forced prompts, and who made them.
+
+A folder of `manifest.json`, written last, and three NumPy files whose rows follow the manifest's prompts:
+
+    tokens.npy    int32 [N]      the tokens of all prompts
+    prefill.npy   [N, hidden]    the states of every token, scored in prefill
+    decode.npy    [M, hidden]    the states of each prompt's last tokens, forced through the KV cache
+
+States are kept in the dtype of the model, bit by bit (NumPy has no bfloat16: 16-bit states are stored as uint16).
+Only states are kept (1.2 kB a token of SmolLM2-135M in bfloat16), from which one comparer computes exact
+distributions with one lm_head: logits of two environments never meet two different matrix products.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from attention.errors import UserError
+from attention.private import private_folder
+from attention.replaced import replaced
+
+MANIFEST = "manifest.json"
+Mode = Literal["prefill", "decode"]
+MODES: tuple[Mode, ...] = ("prefill", "decode")
+
+_STORED: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype("<f4"),
+    torch.bfloat16: np.dtype("<u2"),
+    torch.float16: np.dtype("<u2"),
+}
+_MAX_WAITING = 4  # blocks of rows that may wait for the disk
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Recorded(_Strict):
+    """One prompt: how many tokens it has, and how many of them were forced one by one."""
+
+    prompt_id: str
+    category: str
+    language: str
+    num_tokens: int
+    num_decoded: int
+
+
+class Manifest(_Strict):
+    """The environment that ran, the backends that ran there, and the prompts in the order of their rows."""
+
+    kind: Literal["model"] = "model"
+    fingerprint_id: str
+    torch: str
+    python: str
+    gpu: str
+    distributions: dict[str, str]  # name -> version and RECORD hash
+    model: Path  # folder whose lm_head belongs to these states
+    model_id: str
+    dtype: str
+    resolved: dict[str, str] = {}  # by phase
+    confirmed: dict[str, str] = {}
+    prompts: tuple[Recorded, ...] = ()
+
+
+class States:
+    """A recording that was read; UserError where it is none or not whole. Rows stay on the disk until asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self.manifest = Manifest.model_validate(json.loads((folder / MANIFEST).read_text()))
+            self.tokens: np.ndarray[Any, Any] = np.load(folder / "tokens.npy")
+            self._rows = {mode: np.load(folder / f"{mode}.npy", mmap_mode="r") for mode in MODES}
+        except OSError as error:
+            raise UserError(f"recording {folder}: {error.strerror}: {error.filename}; record it again") from error
+        except (ValueError, ValidationError) as error:
+            raise UserError(f"recording {folder}: not a whole recording of prompts; record it again") from error
+        prompts = self.manifest.prompts
+        wanted = {"prefill": sum(p.num_tokens for p in prompts), "decode": sum(p.num_decoded for p in prompts)}
+        found = {mode: len(rows) for mode, rows in self._rows.items()}
+        if found != wanted or len(self.tokens) != wanted["prefill"]:
+            raise UserError(f"recording {folder}: {found} rows for {wanted} of its prompts; record it again")
+        self.dtype: torch.dtype = getattr(torch, self.manifest.dtype)
+        self.width = int(self._rows["prefill"].shape[1])
+
+    def rows(self, mode: Mode, start: int, stop: int) -> torch.Tensor:
+        """States [stop - start, hidden] on the CPU, in the model's dtype."""
+        return torch.from_numpy(np.array(self._rows[mode][start:stop])).view(self.dtype)
+
+    def num_rows(self, mode: Mode) -> int:
+        return len(self._rows[mode])
+
+
+class Sink:
+    """Rows of one file, appended by a thread while the device computes the next ones."""
+
+    def __init__(self, path: Path, num_rows: int, width: int, dtype: torch.dtype) -> None:
+        self._file = path.open("wb")
+        header = {"descr": np.lib.format.dtype_to_descr(_STORED[dtype]), "fortran_order": False}
+        np.lib.format.write_array_header_1_0(self._file, {**header, "shape": (num_rows, width)})
+        self._pool = ThreadPoolExecutor(max_workers=1)
+        self._waiting: deque[Future[None]] = deque()
+
+    def append(self, states_RD: torch.Tensor) -> None:
+        """Copy rows from the device without waiting for it, and have them written. Raises what an earlier write did."""
+        done: Any = None
+        host = states_RD
+        if states_RD.is_cuda:
+            host = torch.empty(states_RD.shape, dtype=states_RD.dtype, pin_memory=True)
+            host.copy_(states_RD, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        self._waiting.append(self._pool.submit(self._write, host, done))
+        while len(self._waiting) > _MAX_WAITING:
+            self._waiting.popleft().result()
+
+    def _write(self, host_RD: torch.Tensor, done: Any) -> None:
+        if done is not None:
+            done.synchronize()
+        self._file.write(host_RD.contiguous().view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """Wait for all rows. Raises what a write did."""
+        try:
+            while self._waiting:
+                self._waiting.popleft().result()
+        finally:
+            self._pool.shutdown()
+            self._file.close()
+
+
+class Writer:
+    """A recording under way: rows prompt by prompt, the manifest at the end."""
+
+    def __init__(self, out: Path, manifest: Manifest, texts: Sequence[Sequence[int]], width: int) -> None:
+        self._out, self._manifest = private_folder(out), manifest
+        (out / MANIFEST).unlink(missing_ok=True)  # what it described is about to go
+        np.save(out / "tokens.npy", np.array([token for ids in texts for token in ids], dtype=np.int32))
+        dtype = getattr(torch, manifest.dtype)
+        num = {
+            "prefill": sum(p.num_tokens for p in manifest.prompts),
+            "decode": sum(p.num_decoded for p in manifest.prompts),
+        }
+        self.sinks = {mode: Sink(out / f"{mode}.npy", num[mode], width, dtype) for mode in MODES}
+
+    def finish(self, confirmed: dict[str, str]) -> None:
+        for sink in self.sinks.values():
+            sink.close()
+        manifest = self._manifest.model_copy(update={"confirmed": confirmed})
+        with replaced(self._out / MANIFEST) as fresh:
+            fresh.write_text(manifest.model_dump_json(indent=1) + "\n")
+
+
+def is_recording(folder: Path) -> bool:
+    """Whether a folder says that it is a recording of prompts; `States` says whether it is whole."""
+    try:
+        found = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("kind") == "model"
+
+
+def positions(manifest: Manifest, mode: Mode) -> Iterator[tuple[int, range]]:
+    """Each prompt's index and the positions of its rows in a mode."""
+    for i, prompt in enumerate(manifest.prompts):
+        first = 0 if mode == "prefill" else prompt.num_tokens - prompt.num_decoded
+        yield i, range(first, prompt.num_tokens)

@@ -1,0 +1,127 @@
+"""`replay --prompts` and `compare A B` by hand: what each prints, its exit code, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attention.__main__ import main
+from attention.errors import UserError
+from attention.replay import summary
+from attention.replay.prompts import read_prompts
+
+REPO = Path(__file__).parents[2]
+GOLDEN = {"prompt_id": "g1", "category": "copy", "language": "pl", "messages": [{"role": "user", "content": "Cześć!"}]}
+REQUEST = {"custom_id": "r1", "body": {"model": "m", "messages": [{"role": "user", "content": "Say hello. " * 3}]}}
+PLAIN = {"custom_id": "r2", "body": {"model": "m", "prompt": "once upon a time"}}
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (GOLDEN, REQUEST, PLAIN)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def record(tiny_model: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    def of(policy: str, *flags: str) -> Path:
+        out = tmp_path_factory.mktemp("recording")
+        common = ["--model", str(tiny_model), "--policy", str(REPO / f"data/policies/{policy}.yaml")]
+        decode = ["--decode-tokens", "4", *flags]
+        assert main(["replay", "--prompts", str(prompts), "--out", str(out), *common, *decode]) == 0
+        return out
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def champion(record: Callable[..., Path]) -> Path:
+    return record("cpu-math")
+
+
+def test_a_sound_candidate_passes_beside_the_champion_and_its_floor(
+    champion: Path, record: Callable[..., Path], capsys: Capture
+) -> None:
+    candidate = record("cpu-flash")
+    assert "3 prompts, " in capsys.readouterr().out
+    assert main(["compare", str(champion), str(candidate), "--floor", str(candidate)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"A {champion}: torch ")
+    assert "decode: 12 positions, KL mean " in out
+    assert "  floor: 12 positions, KL mean " in out
+    assert out.splitlines()[-1].startswith("pass: ")
+
+
+def test_a_faulty_candidate_fails_with_the_figure_and_its_limit(
+    champion: Path, record: Callable[..., Path], capsys: Capture
+) -> None:
+    broken = record("cpu-math")
+    rows = np.load(broken / "decode.npy")
+    np.save(broken / "decode.npy", rows[::-1].copy())
+    capsys.readouterr()
+    assert main(["compare", str(champion), str(broken), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "fail"
+    assert [reason.split()[:2] for reason in found["reasons"]] == [["decode", name] for name in summary.FIGURES]
+    assert found["figures"]["prefill"]["kl_mean"] == 0
+    assert (found["floor"], found["b"]["confirmed"]["decode"]) == (None, "torch_sdpa:math")
+    assert "content" not in json.dumps(found), "figures leave the folder, texts do not"
+
+
+def test_recordings_of_cases_and_of_prompts_do_not_mix(champion: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert main(["compare", str(champion), str(tmp_path)]) == 2
+    assert f"recording {tmp_path}: No such file" in capsys.readouterr().err
+
+
+def test_a_floor_tightens_and_a_small_one_is_raised_to_the_least() -> None:
+    limits = summary.load_limits(REPO / "gates/thresholds.yaml", "float32")
+    one = {"positions": 500.0, "kl_mean": 1e-6, "kl_p999": 1e-9, "flips": 0.0, "flip_margin": 0.0}
+    assert summary.reasons({"prefill": one}, None, limits) == []
+    nothing = {**one, "kl_mean": 0.0}
+    assert summary.reasons({"prefill": one}, {"prefill": nothing}, limits) == [
+        "prefill kl_mean 1e-06 > 2 times the floor of 1e-09"
+    ]
+    assert summary.reasons({"prefill": one}, {"prefill": {**one, "kl_mean": 6e-7}}, limits) == []
+    assert summary.reasons({"prefill": {**one, "kl_mean": float("nan")}}, None, limits) == [
+        "prefill kl_mean nan > 0.002"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 1: not JSON"),
+        ("[1]", r"line 1: holds \[1\], where an object belongs"),
+        ('{"messages": []}', "line 1: no prompt_id or custom_id"),
+        ('{"prompt_id": "a"}', "line 1: neither messages nor a prompt"),
+        ("\n", "no prompt in it"),
+    ],
+)
+def test_a_bad_file_of_prompts_names_its_line(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "p.jsonl").write_text(line)
+    with pytest.raises(UserError, match=message):
+        read_prompts(tmp_path / "p.jsonl")
+
+
+def test_what_the_flags_must_not_say_is_one_line(
+    prompts: Path, champion: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    def error(*argv: Any) -> str:
+        assert main([str(one) for one in argv]) == 2
+        return capsys.readouterr().err
+
+    assert "replay --prompts needs --out DIR" in error("replay", "--prompts", prompts)
+    assert "--max-tokens 0: use a whole number" in error(
+        "replay", "--prompts", prompts, "--out", tmp_path / "x", "--max-tokens", 0
+    )
+    assert "cannot be read" in error("replay", "--prompts", tmp_path / "none", "--out", tmp_path / "x")
+    assert "no thresholds of a replay gate" in error("compare", champion, champion, "--limits", tmp_path / "none.yaml")
+    assert "no config.json there" in error("compare", champion, champion, "--model", tmp_path)
