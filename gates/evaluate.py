@@ -228,13 +228,15 @@ def _check(name: str, outcomes: Sequence[_Outcome], limits: Limits, note: Note |
     threshold = _threshold(decisive.expectation, limits)
     if note.num_evidence < 1 and verdict is not Verdict.FAIL:
         return _no_evidence(name, "no evidence", threshold, decisive.expectation.direction)
+    # A figure that cannot hold a release says so where its effect is shown.
+    judges = any(outcome.expectation.severity != "info" for outcome in outcomes)
     return Check(
         check=name,
         verdict=verdict,
         observed=decisive.observed,
         limit=threshold.value if threshold else None,
         direction=decisive.expectation.direction,
-        detectable=note.detectable,
+        detectable=note.detectable if judges else f"recorded: {note.detectable}",
         num_evidence=note.num_evidence,
         owner=threshold.owner if threshold else "",
         reason=threshold.reason if threshold else "",

@@ -47,8 +47,8 @@ def free_checks(tables: Lake, release_id: str, limits: Limits) -> list[Check]:
     num = len(pairs)
     notes = {
         "divergence_rate": Note(statistics.rate_phrase("answers that part", parted, num), num),
-        "common_prefix": Note(f"recorded, median of {num} answers", num),
-        "length_change": Note(f"recorded, mean of {num} answers", num),
+        "common_prefix": Note(f"median of {num} answers", num),
+        "length_change": Note(f"mean of {num} answers", num),
     }
     return evaluate(suite, frame, limits, notes, prefix="business.free.")
 

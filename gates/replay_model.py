@@ -206,7 +206,7 @@ def _whole_checks(mode: str, frame: pd.DataFrame, limits: Limits, nll: statistic
         "confirmed": Note(f"1 position of {num}", num),
         "kl_mean": headroom("kl_mean", "mean KL"),
         "kl_p999": headroom("kl_p999", "KL 99.9 %"),
-        "topk_overlap": Note("recorded, 1 token of ten", num),
+        "topk_overlap": Note("1 token of ten", num),
         "flip_rate": Note(statistics.rate_phrase("flip rate", num_flips, num), num),
         "flip_margin": headroom("flip_margin", "flip margin"),
         "nll_difference": Note(f"NLL +{statistics.detectable_shift(nll):.2g} nats a token", num),

@@ -192,7 +192,7 @@ def _class_checks(dtype_class: str, frame: pd.DataFrame, limits: Limits, where: 
 def _champion_checks(dtype_class: str, frame: pd.DataFrame, limits: Limits) -> list[Check]:
     """The champion's own worst ratios, for the reader to compare with; they never block."""
     num, limits = int(frame.iloc[0]["num_rows"]), limits.of_class(dtype_class)
-    notes = {f"champion_{name}": Note("recorded, 1 row", num) for name in ("r_rms", "r_max", "r_row")}
+    notes = {f"champion_{name}": Note("1 row", num) for name in ("r_rms", "r_max", "r_row")}
     return evaluate(load_suite("replay_champion"), frame, limits, notes, prefix=f"tensor.{dtype_class}.")
 
 

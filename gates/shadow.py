@@ -90,7 +90,7 @@ def judge(lake: Path, release_id: str, plan: Plan, *, span: Span, overflow: int 
             statistics.rate_phrase("tokens that part", pairs.num_diverged, pairs.num_tokens),
             pairs.num_tokens,
         ),
-        "first_divergence": Note("recorded, 1 token", pairs.num_compared),
+        "first_divergence": Note("1 token", pairs.num_compared),
     }
     return evaluate(load_suite("shadow"), pd.DataFrame([figures]), limits, notes)
 

@@ -57,10 +57,10 @@ def detectable(phrases: Iterable[str]) -> str:
     """Smallest effects that a gate could have seen, in short: one phrase a kind, its largest figure.
 
     A check that could have seen a single event ("1 request of 46") says less than one with a figure, and is left
-    out where there is any.
+    out where there is any, and so is what is only recorded. What a phrase adds after a semicolon is for the report.
     """
     weakest: dict[str, tuple[float, str]] = {}
-    for phrase in phrases:
+    for phrase in (text.partition("; ")[0] for text in phrases):
         figure = re.search(r"[-+]?\d+(?:\.\d+)?(?:e-?\d+)?", phrase)
         if figure is None or phrase.startswith("recorded"):
             continue

@@ -111,6 +111,7 @@ def test_severities_are_verdicts() -> None:
     recorded = judge([1.5], suite(severity="info"))
     assert recorded.verdict is Verdict.PASS
     assert "recorded only" in recorded.message
+    assert recorded.detectable.startswith("recorded: ")
 
 
 def interval(low: float, high: float) -> Check:

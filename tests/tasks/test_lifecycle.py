@@ -314,8 +314,8 @@ def test_the_table_shows_of_each_kind_the_weakest_effect() -> None:
             "error rate 7.2 % (0 of 40)",
             "1 request of 40",
             "error rate 6.9 % (0 of 42)",
-            "TTFT P50 +20 %",
-            "recorded, 1 row",
+            "TTFT P50 +20 %; not judged: language pl (60)",
+            "recorded: 1 row",
         ]
     )
     assert said == "error rate 7.2 % (0 of 40); TTFT P50 +20 %"
