@@ -45,8 +45,8 @@ JOBS: list[tuple[type[BaseModel], dict[str, Any]]] = [
             "evidence": EVIDENCE,
             "champion": "a",
             "candidate": "b",
-            "prompts": [PROMPT],
-            "confirmed": {"prefill": "torch_sdpa:math"},
+            "floor": "c",
+            "known_floor": "floors/f.json",
         },
     ),
 ]
@@ -62,11 +62,6 @@ def write(folder: Path, text: str) -> Path:
 def test_a_job_reads_back_as_it_was_written(tmp_path: Path, kind: type[BaseModel], fields: dict[str, Any]) -> None:
     job = kind.model_validate(fields)
     assert read_job(write(tmp_path, job.model_dump_json()), kind) == job
-
-
-def test_prompts_are_found_by_their_ids() -> None:
-    job = CompareJob.model_validate(JOBS[-1][1])
-    assert job.prompts_by_id() == {"p1": job.prompts[0]}
 
 
 @pytest.mark.parametrize(

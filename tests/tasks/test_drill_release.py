@@ -91,6 +91,7 @@ def release_plan(sound: Release) -> Plan:
     return demo.model_copy(update={"replay": demo.replay.model_copy(update={**least, "min_positions": positions})})
 
 
+@pytest.mark.slow  # two whole gates a kind; `flows drill` itself runs them
 @pytest.mark.parametrize("kind", EVIDENCE_KINDS, ids=lambda kind: kind.name)
 def test_what_a_fault_leaves_in_the_evidence_is_seen_by_its_check(
     kind: EvidenceKind, sound: Release, release_plan: Plan
