@@ -15,11 +15,11 @@ from attention import startup
 from attention.cases import REPLAY_INPUTS, AttentionCase, Inputs
 from attention.cells import load_cells
 from attention.errors import UserError
-from attention.fingerprint import Identity
 from attention.job import Setup
 from attention.matrix import declared_reasons
 from attention.policy import load_policy, resolve
 from attention.replay import judge
+from attention.replay.environment import fields_of
 from attention.replay.recording import Manifest, Recording, record
 from attention.replay.truths import Truths, compute
 
@@ -44,7 +44,7 @@ def record_cases(args: argparse.Namespace, setup: Setup, progress: Any) -> int:
         return chain[0] if chain else policy.ordered(case.phase, 0)[0][0]  # what was asked for says why it cannot
 
     found = startup.identify(setup)
-    told = _environment(found.id, found.identity)
+    told = Manifest(**fields_of(found), entries=())
     seeds = tuple(dict.fromkeys(args.seeds))
     manifest = record(cases, inputs, seeds, backend_of, told, args.out, device=setup.device, progress=progress)
     errors = [entry for entry in manifest.entries if entry.error]
@@ -108,17 +108,6 @@ def _inputs(text: str) -> tuple[Inputs, ...]:
     if unknown := [name for name in names if name not in CHOICES]:
         raise UserError(f"--inputs {unknown[0]!r}: one of {', '.join(CHOICES)} (activations need a release's prompts)")
     return tuple(kind for kind in CHOICES if kind in names)
-
-
-def _environment(fingerprint_id: str, identity: Identity) -> Manifest:
-    return Manifest(
-        fingerprint_id=fingerprint_id,
-        torch=identity.torch,
-        python=identity.python,
-        gpu=identity.gpu,
-        distributions=identity.distributions,
-        entries=(),
-    )
 
 
 def _counts(counter: Counter[str]) -> str:

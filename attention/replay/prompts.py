@@ -24,6 +24,7 @@ from attention.flags import check_count
 from attention.job import CompareJob, Evidence, ModelPlan, Prompt, ReplayJob, Setup
 from attention.model import Runner
 from attention.replay import compare, floor, model, summary
+from attention.replay.environment import fields_of
 from attention.replay.states import Manifest, States
 from attention.schemas import write_columns
 
@@ -33,16 +34,7 @@ EXIT = {"pass": 0, "fail": 1, "error": 3}
 def environment(setup: Setup, found: Fingerprint) -> Manifest:
     """Who records, as a recording says it; its prompts follow."""
     identity = found.identity
-    return Manifest(
-        fingerprint_id=found.id,
-        torch=identity.torch,
-        python=identity.python,
-        gpu=identity.gpu,
-        distributions=identity.distributions,
-        model=setup.model,
-        model_id=identity.model_id,
-        dtype=identity.dtype,
-    )
+    return Manifest(**fields_of(found), model=setup.model, model_id=identity.model_id, dtype=identity.dtype)
 
 
 def record_side(

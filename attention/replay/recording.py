@@ -27,6 +27,7 @@ from attention.backends import create
 from attention.backends.oracle import Truth
 from attention.cases import AttentionCase, Inputs
 from attention.errors import UserError
+from attention.replay.environment import Environment
 from attention.replay.problems import Problem, build, members_of, spec_of
 from attention.replay.truths import Oracle, question_of
 
@@ -55,14 +56,9 @@ class Entry(_Strict):
         return self.case.case_id, self.inputs, self.seed
 
 
-class Manifest(_Strict):
+class Manifest(Environment):
     """The environment that ran, and its entries; tensor i is entry i's."""
 
-    fingerprint_id: str
-    torch: str
-    python: str
-    gpu: str
-    distributions: dict[str, str]  # name -> version and RECORD hash
     entries: tuple[Entry, ...]
     tensors_sha256: str = ""
 

@@ -22,11 +22,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from attention.errors import UserError
 from attention.private import private_folder
 from attention.replaced import replaced
+from attention.replay.environment import Environment
 
 MANIFEST = "manifest.json"
 Mode = Literal["prefill", "decode"]
@@ -54,20 +55,15 @@ class Recorded(_Strict):
     num_decoded: int
 
 
-class Manifest(_Strict):
+class Manifest(Environment):
     """The environment that ran, the backends that ran there, and the prompts in the order of their rows."""
 
     kind: Literal["model"] = "model"
-    fingerprint_id: str
-    torch: str
-    python: str
-    gpu: str
-    distributions: dict[str, str]  # name -> version and RECORD hash
     model: Path  # folder whose lm_head belongs to these states
     model_id: str
     dtype: str
-    resolved: dict[str, str] = {}  # by phase
-    confirmed: dict[str, str] = {}
+    resolved: dict[str, str] = Field(default_factory=dict)  # by phase
+    confirmed: dict[str, str] = Field(default_factory=dict)
     prompts: tuple[Recorded, ...] = ()
 
 
