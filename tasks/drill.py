@@ -7,7 +7,6 @@ seed of its own, drawn from one that is fresh unless it is given. Draws run in p
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -128,10 +127,12 @@ def _frozen() -> Iterator[str]:
 
 def _runs(plan: DrillPlan, planned: list[Draw], seed: int, without: str | None, say: Say) -> list[gate.Run]:
     """Every run of the plan, judged; rows are dropped draw by draw."""
+    from attention.drill.workers import mapped
+
     judge = partial(_judged, plan=plan, without=without)
     found: list[gate.Run] = []
-    with _workers(len(planned)) as mapped:
-        each = mapped(judge, planned)
+    with mapped(min(len(os.sched_getaffinity(0)), len(planned))) as spread:
+        each = spread(judge, planned)
         if plan.whole is not None:  # beside the draws
             from tasks import drill_release
 
@@ -147,24 +148,6 @@ def _judged(draw: Draw, plan: DrillPlan, without: str | None) -> list[gate.Run]:
     from attention.drill.run import rows_of
 
     return gate.runs(rows_of(draw, plan), without)
-
-
-@contextmanager
-def _workers(num_draws: int) -> Iterator[Callable[..., Iterable[list[gate.Run]]]]:
-    """`map` over processes, one a core; in this process where one would do. An interruption ends them at once."""
-    num = min(len(os.sched_getaffinity(0)), num_draws)
-    if num < 2:
-        yield map
-        return
-    with multiprocessing.get_context("spawn").Pool(num, _deaf) as pool:
-        yield pool.imap
-
-
-def _deaf() -> None:
-    """Ctrl-C reaches the whole process group; the parent ends its workers."""
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _result(

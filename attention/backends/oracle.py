@@ -1,10 +1,11 @@
 """The oracle: attention in float64, the truth that every backend's error is measured against.
 
-Also the error that a dtype class itself makes: the same float64 arithmetic, rounded where a kernel
-of that class must round: scores to float32 (every class accumulates there), P before the second
-product, and the output. A sound kernel's error is of that size; dividing by it gives ratios that mean
-the same at every shape and length, which no absolute tolerance does (error scale falls with
-1/sqrt(kv_len)).
+Also the error that a dtype class itself makes. 16 bits: the same float64 arithmetic, rounded where a
+kernel of that class must round: scores to float32 (every class accumulates there), P before the second
+product, and the output. float32: eager attention in float32, since there the sums themselves are most
+of the error and it grows with the length. A sound kernel's error is of that size; dividing by it gives
+ratios that mean the same at every shape and length, which no absolute tolerance does (error scale falls
+with 1/sqrt(kv_len)).
 
 Works in query chunks, so that memory stays near `chunk * kv_len * heads` float64 numbers.
 """
@@ -19,7 +20,6 @@ from attention.backends.base import AttentionSpec, Batch, Planned, member_keys, 
 from attention.cases import AttentionCase
 from attention.reasons import Reason
 
-_TINY = torch.finfo(torch.float64).tiny
 _CHUNK_SCORES = 1 << 24  # float64 scores held at once: 128 MB
 
 
@@ -46,63 +46,77 @@ def attend(
     what is stored times their scale.
 
     A row that sees no key gives output 0 and LSE -inf (with a sink: 0 and the sink).
+
+    Raises RuntimeError in float32 where this process lets TF32 into products of float32 (NVIDIA): what stands for
+    float32's own error would be TF32's, a thousand times larger.
     """
     q_len, kv_len = q_QHD.shape[0], k_LGD.shape[0]
-    ratio = spec.heads_q // spec.heads_kv
-    k_HLD = (k_LGD.double() * spec.k_scale).transpose(0, 1).repeat_interleave(ratio, 0)
-    v_HLD = (v_LGD.double() * spec.v_scale).transpose(0, 1).repeat_interleave(ratio, 0)
+    if spec.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        raise RuntimeError("float32 products run in TF32 here: torch.set_float32_matmul_precision('highest')")
+    k_HLD, v_HLD = (
+        (cache.double() * factor).transpose(0, 1).repeat_interleave(spec.heads_q // spec.heads_kv, 0)
+        for cache, factor in ((k_LGD, spec.k_scale), (v_LGD, spec.v_scale))
+    )
     allowed_QL = positions_mask(q_len, kv_len, spec, q_QHD.device)
     if mask_QL is not None:
         allowed_QL = mask_QL if allowed_QL is None else allowed_QL & mask_QL
     if allowed_QL is not None:  # what no query sees may hold NaN, and a weight of 0 times NaN is NaN
         v_HLD = v_HLD.masked_fill(~allowed_QL.any(0)[:, None], 0.0)
-    sinks_H11 = None
-    if spec.sinks is not None:
-        sinks_H11 = torch.tensor(spec.sinks, dtype=torch.float64, device=q_QHD.device)[:, None, None]
     step = max(1, _CHUNK_SCORES // max(1, spec.heads_q * kv_len))
     outs, lses, roundeds = [], [], []
     for start in range(0, max(1, q_len), step):  # once also without a query: empty results of the right shape
         rows = slice(start, min(q_len, start + step))
-        s_HQL = q_QHD[rows].double().transpose(0, 1) @ k_HLD.transpose(1, 2) * spec.scale
-        if spec.softcap is not None:
-            s_HQL = spec.softcap * torch.tanh(s_HQL / spec.softcap)
-        if spec.alibi_slopes is not None:
-            s_HQL += _alibi(rows, q_len, kv_len, spec.alibi_slopes, q_QHD.device)
-        if allowed_QL is not None:
-            s_HQL = s_HQL.masked_fill(~allowed_QL[rows], float("-inf"))
-        out, lse, rounded = _softmax_times(s_HQL, v_HLD, spec.dtype, sinks_H11)
+        q_HQD, allowed = q_QHD[rows].transpose(0, 1), None if allowed_QL is None else allowed_QL[rows]
+        s_HQL = _scores(q_HQD.double(), k_HLD, spec, rows, q_len, allowed)
+        out, lse = _softmax_times(s_HQL, v_HLD, spec)
+        if spec.dtype == torch.float32:
+            eager_HQL = _scores(q_HQD.float(), k_HLD.float(), spec, rows, q_len, allowed)
+            rounded = _softmax_times(eager_HQL, v_HLD.float(), spec)[0].double()
+        else:
+            rounded = _softmax_times(s_HQL.float().double(), v_HLD, spec, rounded_p=True)[0].to(spec.dtype).double()
         outs.append(out.transpose(0, 1))
         lses.append(lse.transpose(0, 1))
         roundeds.append(rounded.transpose(0, 1))
     return Truth(torch.cat(outs), torch.cat(lses), torch.cat(roundeds))
 
 
-def _alibi(rows: slice, q_len: int, kv_len: int, slopes: tuple[float, ...], device: torch.device) -> torch.Tensor:
+def _scores(
+    q_HQD: torch.Tensor, k_HLD: torch.Tensor, spec: AttentionSpec, rows: slice, q_len: int, allowed: torch.Tensor | None
+) -> torch.Tensor:
+    """Scores of these query rows before the softmax, in the dtype of q and K."""
+    s_HQL = q_HQD @ k_HLD.transpose(1, 2) * spec.scale
+    if spec.softcap is not None:
+        s_HQL = spec.softcap * torch.tanh(s_HQL / spec.softcap)
+    if spec.alibi_slopes is not None:
+        s_HQL += _alibi(rows, q_len, k_HLD.shape[1], spec.alibi_slopes, s_HQL)
+    return s_HQL if allowed is None else s_HQL.masked_fill(~allowed, float("-inf"))
+
+
+def _alibi(rows: slice, q_len: int, kv_len: int, slopes: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
     """Bias [H, rows, kv_len]: -slope times the distance from the bottom-right diagonal."""
-    slopes_H11 = torch.tensor(slopes, dtype=torch.float64, device=device)[:, None, None]
-    diagonal = torch.arange(kv_len - q_len, kv_len, device=device)[rows, None]
-    return -slopes_H11 * (diagonal - torch.arange(kv_len, device=device)[None]).abs()
+    slopes_H11 = torch.tensor(slopes, dtype=like.dtype, device=like.device)[:, None, None]
+    diagonal = torch.arange(kv_len - q_len, kv_len, device=like.device)[rows, None]
+    return -slopes_H11 * (diagonal - torch.arange(kv_len, device=like.device)[None]).abs()
 
 
 def _softmax_times(
-    s_HQL: torch.Tensor, v_HLD: torch.Tensor, dtype: torch.dtype, sinks_H11: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    s_HQL: torch.Tensor, v_HLD: torch.Tensor, spec: AttentionSpec, *, rounded_p: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [H, Q, D_vo] and LSE [H, Q] in the dtype of the arguments; P (unnormalised, 0..1) rounded to the spec's
+    dtype for the second product if asked, its sum never."""
     # amax refuses an empty dimension: without a key every row is empty.
     top = s_HQL.amax(-1, keepdim=True) if s_HQL.shape[-1] else s_HQL.new_zeros(*s_HQL.shape[:2], 1)
-    if sinks_H11 is not None:
+    sinks_H11 = None
+    if spec.sinks is not None:
+        sinks_H11 = torch.tensor(spec.sinks, dtype=s_HQL.dtype, device=s_HQL.device)[:, None, None]
         top = torch.maximum(top, sinks_H11)
     top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
     p_HQL = torch.exp(s_HQL - top)
-    sunk = 0.0 if sinks_H11 is None else torch.exp(sinks_H11 - top)
-    total = p_HQL.sum(-1, keepdim=True) + sunk
-    safe = total.clamp_min(_TINY)
-    out = (p_HQL @ v_HLD) / safe
-    # Scores live in float32; P (unnormalised, 0..1) is rounded for the second product, its sum is not.
-    q_HQL = torch.exp(s_HQL.float().double() - top)
-    rounded = (q_HQL.to(dtype).double() @ v_HLD) / (q_HQL.sum(-1, keepdim=True) + sunk).clamp_min(_TINY)
-    rounded = rounded.to(dtype).double()
+    total = p_HQL.sum(-1, keepdim=True) + (0.0 if sinks_H11 is None else torch.exp(sinks_H11 - top))
+    weights = p_HQL.to(spec.dtype).to(p_HQL.dtype) if rounded_p else p_HQL
+    out = (weights @ v_HLD) / total.clamp_min(torch.finfo(total.dtype).tiny)
     lse = torch.where(total == 0, torch.full_like(total, float("-inf")), total.log() + top)  # NaN stays NaN
-    return out, lse[..., 0], rounded
+    return out, lse[..., 0]
 
 
 class OracleBackend:

@@ -1,6 +1,6 @@
 """Measure a drill where the kernels are; who judges it needs no GPU, and who measures it no gates.
 
-    python -m attention.drill.measure --plan h200 --frozen gates/thresholds.yaml gates/suites --out rows
+    python -m attention.drill.measure --plan h200 --frozen gates/thresholds.yaml gates/suites --out rows --jobs 16
     python -m flows drill --rows rows
 
 The first needs torch, pyarrow, pydantic and PyYAML alone. Files after `--frozen` are hashed before the seed is drawn;
@@ -14,11 +14,15 @@ import argparse
 import secrets
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from attention.drill.measured import Asked, Folder, device_name, sha256_of
-from attention.drill.plan import DrillPlan, draws, load_plan
+from attention.drill.plan import Draw, DrillPlan, draws, load_plan
+from attention.drill.rows import Row
+from attention.drill.workers import mapped
 from attention.errors import UserError, exit_code
+from attention.flags import check_count
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,29 +31,37 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of the rows; goes on with one")
     parser.add_argument("--frozen", required=True, nargs="+", type=Path, metavar="FILE", help="what will judge them")
     parser.add_argument("--seed", type=int, help="repeat a drill; default: a fresh seed")
+    parser.add_argument("--jobs", type=int, default=1, help="draws that are measured at a time, a process each")
     args = parser.parse_args(argv)
-    return exit_code(lambda: measure(args.plan, args.out, args.frozen, args.seed))
+    return exit_code(lambda: measure(args.plan, args.out, args.frozen, args.seed, args.jobs))
 
 
-def measure(name: str, out: Path, frozen: list[Path], seed: int | None) -> int:
+def measure(name: str, out: Path, frozen: list[Path], seed: int | None, jobs: int = 1) -> int:
     """Measure what is left of a plan into a folder. Raises UserError for a folder of another plan, limits or seed."""
     if seed is not None and seed < 0:
         raise UserError(f"--seed {seed}: use a whole number, 0 or more")
+    check_count("--jobs", jobs)
     plan, folder = load_plan(name), Folder(out)
     asked = _begun(folder, plan, sha256_of(frozen), seed)
     total, left = sum(1 for _ in draws(asked.plan, asked.seed)), list(folder.left(asked))
     started = time.monotonic()
     _say(started, f"seed {asked.seed}, limits {asked.frozen_sha256[:12]}, {asked.device}, {len(left)} of {total} draws")
+    with mapped(min(jobs, len(left)), ordered=False) as spread:
+        measured = spread(partial(_rows, plan=plan), left)
+        for done, (number, draw, rows) in enumerate(measured, start=total - len(left) + 1):
+            folder.add(number, rows)
+            errors = [f"{row.subject} on {row.feature}: {row.error}" for row in rows if row.error]
+            _say(started, f"{done} of {total} draws, {len(rows)} rows, {len(errors)} errors; {draw}")
+            for error in errors[:3]:
+                _say(started, f"  {error}")
+    return 0
+
+
+def _rows(numbered: tuple[int, Draw], plan: DrillPlan) -> tuple[int, Draw, list[Row]]:
     from attention.drill.run import rows_of
 
-    for done, (number, draw) in enumerate(left, start=1):
-        rows = list(rows_of(draw, plan))
-        folder.add(number, rows)
-        errors = [f"{row.subject} on {row.feature}: {row.error}" for row in rows if row.error]
-        _say(started, f"{total - len(left) + done} of {total} draws, {len(rows)} rows, {len(errors)} errors; {draw}")
-        for error in errors[:3]:
-            _say(started, f"  {error}")
-    return 0
+    number, draw = numbered
+    return number, draw, list(rows_of(draw, plan))
 
 
 def _begun(folder: Folder, plan: DrillPlan, frozen: str, seed: int | None) -> Asked:

@@ -11,7 +11,7 @@
                  that starts with the sinks keeps only if its P and its accumulator are wide enough (arXiv 2606.06521).
     activations  q, K and V of a layer of the served model on a text (`attention.replay.activations`).
 
-Shapes: q_QHD [q_len, H, D_qk], k_LGD [kv_len, G, D_qk], v_LGD [kv_len, G, D_vo], float32 on the CPU.
+Shapes: q_QHD [q_len, H, D_qk], k_LGD [kv_len, G, D_qk], v_LGD [kv_len, G, D_vo], float32 on the device of the draws.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from attention.backends.base import AttentionSpec
 from attention.cases import Inputs
 from attention.errors import UserError
+from attention.replay.draws import Draws
 
 NUM_SINKS = 4  # as the paper finds in trained models
 SINK_SHARE = 0.9  # of a row's weight
@@ -55,15 +56,13 @@ class Captured:
         return all(bool(torch.isfinite(t).all()) for t in (self.q_THD, self.k_TGD, self.v_TGD))
 
 
-def draw(
-    size: Size, spec: AttentionSpec, inputs: Inputs, generator: torch.Generator, captured: Captured | None = None
-) -> Drawn:
+def draw(size: Size, spec: AttentionSpec, inputs: Inputs, draws: Draws, captured: Captured | None = None) -> Drawn:
     """q, K and V of one member. UserError for `activations` without a capture of the same heads."""
     if inputs == "activations":
-        return _activations(size, spec, generator, captured)
-    q_QHD = torch.randn(size.q_len, spec.heads_q, spec.head_dim_qk, generator=generator)
-    k_LGD = torch.randn(size.kv_len, spec.heads_kv, spec.head_dim_qk, generator=generator)
-    v_LGD = torch.randn(size.kv_len, spec.heads_kv, spec.head_dim_vo, generator=generator)
+        return _activations(size, spec, draws, captured)
+    q_QHD = draws.normal(size.q_len, spec.heads_q, spec.head_dim_qk)
+    k_LGD = draws.normal(size.kv_len, spec.heads_kv, spec.head_dim_qk)
+    v_LGD = draws.normal(size.kv_len, spec.heads_kv, spec.head_dim_vo)
     if inputs == "large_logit":
         return q_QHD * 4, k_LGD * 2, v_LGD
     if inputs == "needle":
@@ -71,14 +70,14 @@ def draw(
         keys = sorted({0, min(size.page, size.kv_len - 1), size.kv_len - 1}, reverse=True)
         for row, key in enumerate(keys):
             _aim(k_LGD, q_QHD, spec, key, max(0, size.q_len - 1 - row))
-        v_LGD += torch.linspace(-1, 1, size.kv_len)[:, None, None]
+        v_LGD += torch.linspace(-1, 1, size.kv_len, device=v_LGD.device)[:, None, None]
     if inputs == "window_edge":
         for row, inside, outside in _edges(size, spec):
             _aim(k_LGD, q_QHD, spec, inside, row)
             _aim(k_LGD, q_QHD, spec, outside, row)
-        v_LGD += torch.linspace(-1, 1, size.kv_len)[:, None, None]
+        v_LGD += torch.linspace(-1, 1, size.kv_len, device=v_LGD.device)[:, None, None]
     if inputs == "sink":
-        return _sink(size, spec, q_QHD, k_LGD, v_LGD, generator)
+        return _sink(size, spec, q_QHD, k_LGD, v_LGD, draws)
     return q_QHD, k_LGD, v_LGD
 
 
@@ -116,10 +115,10 @@ def _sink(
     q_QHD: torch.Tensor,
     k_LGD: torch.Tensor,
     v_LGD: torch.Tensor,
-    generator: torch.Generator,
+    draws: Draws,
 ) -> Drawn:
     """Queries share a direction that only the sinks' keys have, so that every row sees the same sinks."""
-    axis_GD = torch.nn.functional.normalize(torch.randn(spec.heads_kv, spec.head_dim_qk, generator=generator), dim=-1)
+    axis_GD = torch.nn.functional.normalize(draws.normal(spec.heads_kv, spec.head_dim_qk), dim=-1)
     axis_HD = axis_GD.repeat_interleave(spec.heads_q // spec.heads_kv, 0)
     num, length = min(NUM_SINKS, size.kv_len), math.sqrt(spec.head_dim_qk)
     q_QHD = q_QHD + axis_HD * (length - (q_QHD * axis_HD).sum(-1, keepdim=True))
@@ -132,7 +131,7 @@ def _sink(
     return q_QHD, k_LGD, v_LGD
 
 
-def _activations(size: Size, spec: AttentionSpec, generator: torch.Generator, captured: Captured | None) -> Drawn:
+def _activations(size: Size, spec: AttentionSpec, draws: Draws, captured: Captured | None) -> Drawn:
     """A cut of the text: half of the members start with it, where its sinks are; a text that is too short repeats."""
     if captured is None:
         raise UserError("inputs `activations` need a model's activations: none were captured")
@@ -144,9 +143,7 @@ def _activations(size: Size, spec: AttentionSpec, generator: torch.Generator, ca
     if not captured.is_finite:
         raise UserError("captured activations are not finite: a backend below their layer gave NaN or Inf")
     length = len(captured.k_TGD)
-    at_start, offset = bool(torch.randint(0, 2, (1,), generator=generator)), 0
-    if not at_start:
-        offset = int(torch.randint(0, max(1, length - size.kv_len + 1), (1,), generator=generator))
+    offset = draws.below(max(1, length - size.kv_len + 1)) if draws.below(2) else 0
     rows = (torch.arange(size.kv_len) + offset) % length
     q_rows = (torch.arange(size.kv_len - size.q_len, size.kv_len) + offset) % length
-    return captured.q_THD[q_rows], captured.k_TGD[rows], captured.v_TGD[rows]
+    return tuple(t.to(draws.device) for t in (captured.q_THD[q_rows], captured.k_TGD[rows], captured.v_TGD[rows]))  # type: ignore[return-value]

@@ -15,6 +15,7 @@ import torch
 from attention.backends.base import AttentionSpec, Batch, alibi_slopes
 from attention.backends.oracle import Truth
 from attention.cases import AttentionCase, Inputs
+from attention.replay.draws import Draws
 from attention.replay.inputs import Captured, Size, draw, stored
 from attention.replay.members import Member
 from attention.replay.truths import Oracle, compute
@@ -55,22 +56,25 @@ def spec_of(case: AttentionCase) -> AttentionSpec:
 
 
 def members_of(
-    case: AttentionCase, spec: AttentionSpec, inputs: Inputs, seed: int, captured: Captured | None = None
+    case: AttentionCase,
+    spec: AttentionSpec,
+    inputs: Inputs,
+    seed: int,
+    captured: Captured | None = None,
+    device: str = "cpu",
 ) -> list[Member]:
-    """Seeded inputs of every member of a case, on the CPU; the same on every machine.
+    """Seeded inputs of every member of a case; the same draws on every machine and device.
 
     `captured` is what the inputs `activations` are cut from.
     """
-    generator = torch.Generator().manual_seed(seed)
-    if case.page_size is not None:
-        _tables(case, case.page_size, generator)  # pages draw first, so that a seed means what it always meant
+    draws = Draws(seed, device)
     found = []
     for one in case.members:
         size = Size(one.q_len, one.kv_len, case.page_size or 16)
-        q, k, v = stored(spec, *draw(size, spec, inputs, generator, captured))
+        q, k, v = stored(spec, *draw(size, spec, inputs, draws, captured))
         mask = None
         if case.custom_mask:
-            mask = torch.rand(one.q_len, one.kv_len, generator=generator) < 2 / 3
+            mask = draws.chance(2 / 3, one.q_len, one.kv_len)
         found.append(Member(q, k, v, mask))
     return found
 
@@ -84,9 +88,10 @@ def make(
     captured: Captured | None = None,
     oracle: Oracle = compute,
 ) -> Problem:
-    """The problem of a case for one kind of inputs and a seed; its inputs are the same on every machine."""
+    """The problem of a case for one kind of inputs and a seed; its draws are the same on every machine and device."""
     spec = spec_of(case)
-    return build(case, spec, members_of(case, spec, inputs, seed, captured), seed=seed, device=device, oracle=oracle)
+    members = members_of(case, spec, inputs, seed, captured, device)
+    return build(case, spec, members, seed=seed, device=device, oracle=oracle)
 
 
 def build(
@@ -136,20 +141,21 @@ def _laid_out(batch: Batch, members: list[torch.Tensor], poison: float) -> torch
     if batch.layout == "ragged":
         return torch.cat(members)
     if batch.layout == "contiguous":
-        dense = _full((len(members), max(batch.kv_lens), heads, dim), poison, dtype)
+        dense = _full((len(members), max(batch.kv_lens), heads, dim), poison, members[0])
         for row, member in zip(dense, members, strict=True):
             row[: len(member)] = member
         return dense
     page = batch.page_size or 1
-    cache = _full((sum(map(len, batch.block_tables)) + 1, page, heads, dim), poison, dtype)
+    cache = _full((sum(map(len, batch.block_tables)) + 1, page, heads, dim), poison, members[0])
     # The CPU has no indexed copy of float8; bytes are bytes.
     raw = torch.uint8 if dtype.itemsize == 1 else dtype
     flat = cache.view(raw).view(-1, heads, dim)
     for table, member in zip(batch.block_tables, members, strict=True):
-        slots = torch.tensor([table[i // page] * page + i % page for i in range(len(member))], dtype=torch.long)
-        flat[slots] = member.view(raw)
+        at = torch.arange(len(member))
+        slots = torch.tensor(table, dtype=torch.long)[at // page] * page + at % page
+        flat[slots.to(member.device)] = member.view(raw)
     return cache if batch.layout == "paged_nhd" else cache.transpose(1, 2).contiguous()
 
 
-def _full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full(shape, value, dtype=torch.float32).to(dtype)
+def _full(shape: tuple[int, ...], value: float, like: torch.Tensor) -> torch.Tensor:
+    return torch.full(shape, value, dtype=torch.float32, device=like.device).to(like.dtype)

@@ -33,7 +33,7 @@ def quantisation_row(
     if problem.spec.kv_dtype is None:
         return {}
     plain = unquantised(problem.spec)
-    exact = oracle(members_of(case, plain, inputs, seed, captured), plain, device)
+    exact = oracle(members_of(case, plain, inputs, seed, captured, device), plain, device)
     found = compare(problem.truth.out_QHD, None, exact, problem.spec.dtype)
     return {f"quantisation_{name}": getattr(found, name) for name in ("r_max", "r_rms", "r_row")}
 

@@ -24,7 +24,7 @@ from attention.cases import AttentionCase, Inputs, Phase, parse_batch, replay_sh
 from attention.job import Setup, TensorPlan
 from attention.replay.figures import Measured, measure
 from attention.replay.inputs import Captured
-from attention.replay.problems import Problem, make
+from attention.replay.problems import Problem, build, members_of, spec_of
 from attention.replay.quantisation import quantisation_row
 from attention.replay.throughput import Meter
 from attention.replay.truths import Oracle, compute
@@ -152,9 +152,13 @@ class _Recorder:
             yield _columns(launched.popleft())
 
     def _make(self, one: _Question) -> _Made:
-        about: dict[str, Any] = {"device": self._device, "captured": one.captured, "oracle": self._sources.oracle}
-        problem = make(one.case, one.inputs, one.seed, **about)
-        return _Made(one, problem, quantisation_row(one.case, one.inputs, one.seed, problem, **about))
+        case, spec = one.case, spec_of(one.case)
+        about: dict[str, Any] = {"device": self._device, "oracle": self._sources.oracle}
+        with self._sources.meter.span("inputs"):
+            members = members_of(case, spec, one.inputs, one.seed, one.captured, self._device)
+        problem = build(case, spec, members, seed=one.seed, **about)
+        row = quantisation_row(case, one.inputs, one.seed, problem, captured=one.captured, **about)
+        return _Made(one, problem, row)
 
     def _launch(self, made: _Made) -> _Launched:
         problem, one = made.problem, made.question

@@ -1,9 +1,9 @@
 """Where the time of a tensor replay goes: cases a minute, and the shares of the device's work and of the oracle in it.
 
-On a GPU a span of work is what lies between two CUDA events, and nothing waits for them before the end. A span that the
-device began before the host had enqueued all of it may hold gaps in which the device waited. It counts as idle, so
-`busy_share` is a lower bound; `oracle_share` counts every span of the oracle, gaps too, and is an upper one. On the CPU
-both are of the time that the calls took.
+On a GPU a span of work is what lies between two CUDA events, and nothing waits for them before the end. In one that the
+device began before the host had enqueued all of it, the device may have waited, at most for as long as the host took.
+That counts as idle, so `busy_share` is a lower bound; `oracle_share` counts every span of the oracle whole and is an
+upper one. On the CPU both are of the time that the calls took.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class Throughput:
     num_cases: int
     wall_s: float
     cases_per_minute: float
-    busy_share: float  # device at work on kernels, oracle and comparison
+    busy_share: float  # device at work on inputs, oracle, kernels and comparison
     oracle_share: float
+    shares: dict[str, float]  # of every part's spans, gaps too
 
     def row(self) -> dict[str, Any]:
         return asdict(self)
@@ -47,7 +48,7 @@ class Meter:
         self._lock = threading.RLock()
         self._began = time.perf_counter()
         self._host: list[tuple[str, float]] = []  # part, seconds
-        self._device: list[tuple[str, Any, Any, bool]] = []  # part, two events, whether the device never waited
+        self._device: list[tuple[str, Any, Any, float]] = []  # part, two events, seconds it may have waited
 
     @contextmanager
     def span(self, part: str) -> Iterator[None]:
@@ -60,9 +61,11 @@ class Meter:
                 return
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
+            began = time.perf_counter()
             yield
             end.record()
-            self._device.append((part, start, end, not start.query()))
+            waited = time.perf_counter() - began if start.query() else 0.0
+            self._device.append((part, start, end, waited))
 
     def oracle(self, compute: Oracle) -> Oracle:
         """The same oracle, its work counted."""
@@ -78,8 +81,10 @@ class Meter:
         if self._is_cuda:
             torch.cuda.synchronize()
         wall = time.perf_counter() - self._began
-        spans = [(part, start.elapsed_time(end) / 1e3, fed) for part, start, end, fed in self._device]
-        spans += [(part, seconds, True) for part, seconds in self._host]
-        busy = sum(seconds for _, seconds, fed in spans if fed)
-        oracle = sum(seconds for part, seconds, _ in spans if part == ORACLE)
-        return Throughput(num_cases, wall, 60 * num_cases / wall, busy / wall, oracle / wall)
+        spans = [(part, start.elapsed_time(end) / 1e3, waited) for part, start, end, waited in self._device]
+        spans += [(part, seconds, 0.0) for part, seconds in self._host]
+        busy = sum(max(0.0, seconds - waited) for _, seconds, waited in spans)
+        shares = dict.fromkeys((ORACLE, *(part for part, _, _ in spans)), 0.0)
+        for part, seconds, _ in spans:
+            shares[part] += seconds / wall
+        return Throughput(num_cases, wall, 60 * num_cases / wall, busy / wall, shares[ORACLE], shares)

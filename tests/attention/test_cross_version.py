@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from attention.__main__ import main
-from attention.cases import REPLAY_SHAPES
+from attention.cases import replay_shapes
 from attention.job import Setup
 from tests.attention.test_main import flags
 
@@ -29,7 +29,7 @@ CASES = {
             "axes": [
                 [{"dtype": "float32"}, {"dtype": "bfloat16"}],
                 [{"window": [None, None]}, {"window": [31, 0]}],
-                [{"phase": phase, "batch": batch} for phase, batch in REPLAY_SHAPES],
+                [{"phase": phase, "batch": batch} for phase, batch in replay_shapes(1024)],
             ],
         }
     ]

@@ -91,9 +91,33 @@ def test_a_member_without_keys_is_all_empty_rows() -> None:
 
 def test_rounding_is_of_the_size_of_the_dtype() -> None:
     errors = {}
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, most in ((torch.float32, 2), (torch.bfloat16, 1)):  # float32: of its sums, not of one rounding
         spec = replace(SPEC, dtype=dtype)
         truth = oracle.attend(*tensors(64, 64, spec), spec)
         errors[dtype] = float((truth.rounded_QHD - truth.out_QHD).norm() / truth.out_QHD.norm())
-        assert 0.05 * torch.finfo(dtype).eps < errors[dtype] < torch.finfo(dtype).eps
+        assert 0.05 * torch.finfo(dtype).eps < errors[dtype] < most * torch.finfo(dtype).eps
     assert errors[torch.bfloat16] > 1e4 * errors[torch.float32]
+
+
+def test_float32_is_judged_by_the_error_of_float32_sums_which_grows_with_the_length() -> None:
+    """A decode over 8,192 keys of which one decides: its sum has an error that no single rounding has."""
+    spec = replace(SPEC, dtype=torch.float32)
+    q, k, v = tensors(1, 8192, spec)
+    k[5] = 8 * q[0, :2]
+    truth = oracle.attend(q, k, v, spec)
+    own = (truth.rounded_QHD - truth.out_QHD).norm()
+    error = (oracle.attend(q, k.flip(0), v.flip(0), spec).rounded_QHD - truth.out_QHD).norm()
+    assert error < 5 * own  # the keys in another order
+    assert own > 3 * (truth.out_QHD.float().double() - truth.out_QHD).norm()
+
+
+def test_float32_is_not_judged_by_tf32() -> None:
+    spec = replace(SPEC, dtype=torch.float32)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.raises(RuntimeError, match="float32 products run in TF32 here"):
+            oracle.attend(*tensors(2, 2, spec), spec)
+        oracle.attend(*tensors(2, 2), SPEC)
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -132,12 +132,12 @@ def test_a_case_that_raises_in_any_step_is_a_row_and_the_others_go_on(monkeypatc
 
         return step
 
-    for wanted, name in ((2, "make"), (4, "create"), (6, "measure")):
+    for wanted, name in ((2, "build"), (4, "create"), (6, "measure")):
         monkeypatch.setattr(tensor, name, fails_on(name, wanted))
     found = rows()
     errors = {i: row["error"] for i, row in enumerate(found) if "error" in row}
     assert list(errors.values()) == [
-        "RuntimeError: make broke",
+        "RuntimeError: build broke",
         "RuntimeError: create broke",
         "RuntimeError: measure broke",
     ]

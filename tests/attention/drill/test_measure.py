@@ -69,9 +69,19 @@ def test_stopped_it_goes_on_with_what_is_left_under_the_same_seed(
     assert len(files(tmp_path / "rows")) == 3
 
 
+def test_side_by_side_a_seed_gives_the_same_rows(words: list[str], tmp_path: Path) -> None:
+    measure.main([*words, "--seed", "3"])
+    more = ["--out", str(tmp_path / "apart"), "--seed", "3", "--jobs", "2"]
+    assert measure.main([*words, *more]) == 0
+    for name in ("draw-0000.parquet", "draw-0001.parquet"):
+        apart, together = (str(read_rows(tmp_path / one / name)) for one in ("apart", "rows"))  # text: NaN is not NaN
+        assert apart == together
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (["--jobs", "0"], "--jobs 0: use a whole number, at least 1"),
         (["--plan", "h201"], "drill plan 'h201': no file"),
         (["--seed", "-1"], "--seed -1: use a whole number"),
         (["--frozen", "no/such/file"], "No such file"),
