@@ -58,6 +58,7 @@ REPLAY_SHAPES: tuple[tuple[Phase, str], ...] = (
     ("prefill", "q64_q33"),
     ("prefill", "q257"),
     ("prefill", "q2k"),
+    ("prefill", "16q512"),
     ("decode", "q1s63"),
     ("decode", "4q1s129"),
     ("decode", "q1s16_q1s255_q1s1000"),
@@ -66,6 +67,7 @@ REPLAY_SHAPES: tuple[tuple[Phase, str], ...] = (
     ("extend", "q16s144"),
     ("extend", "q48s49_q5s300"),
     ("extend", "q33s4k"),
+    ("extend", "16q512s1k"),
 )
 #: Kinds of inputs, attention/replay/inputs.py. A plan names those that it runs (data/plans); the probes run the first
 #: three, which need neither a window nor a model.
@@ -134,8 +136,12 @@ def _length(tokens: int) -> str:
 
 
 def replay_shapes(max_kv_len: int) -> list[tuple[Phase, str]]:
-    """The shapes whose longest member fits into `max_kv_len`."""
-    return [(phase, batch) for phase, batch in REPLAY_SHAPES if max(m.kv_len for m in parse_batch(batch)) <= max_kv_len]
+    """The shapes with at most `max_kv_len` keys in a member, and as many queries in all."""
+    return [(phase, batch) for phase, batch in REPLAY_SHAPES if _largest(parse_batch(batch)) <= max_kv_len]
+
+
+def _largest(members: tuple[Sequence, ...]) -> int:
+    return max(sum(m.q_len for m in members), *(m.kv_len for m in members))
 
 
 def window_of_hf(sliding_window: int) -> Window:

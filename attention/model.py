@@ -15,12 +15,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import numpy as np
 import torch
 
 from attention import half_weights
@@ -144,18 +146,7 @@ class Runner:
             tuple(c.block_table for c in chunks),
             self.page_size,
         )
-        places = [range(c.start, c.start + len(c.token_ids)) for c in chunks]
-        ids, positions, slots = self._sent(
-            [
-                [t for c in chunks for t in c.token_ids],
-                [p for place in places for p in place],
-                [
-                    c.block_table[p // self.page_size] * self.page_size + p % self.page_size
-                    for c, place in zip(chunks, places, strict=True)
-                    for p in place
-                ],
-            ]
-        )
+        ids, positions, slots = self._sent(_packed(chunks, self.page_size))
         self.dispatcher.plan(batch)
         out = self._model.base_model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, governed=_Step(self, slots)
@@ -166,9 +157,9 @@ class Runner:
         ends = torch.tensor(batch.q_lens, device=self.device).cumsum(0) - 1
         return hidden.index_select(0, ends)
 
-    def _sent(self, lists: list[list[int]]) -> torch.Tensor:
-        """Lists of one length as a tensor on the device; the host does not wait for what runs there."""
-        host = torch.tensor(lists)
+    def _sent(self, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
+        """Numbers as a tensor on the device; the host does not wait for what runs there."""
+        host = torch.from_numpy(numbers)
         if not self.device.startswith("cuda"):
             return host
         return host.pin_memory().to(self.device, non_blocking=True)
@@ -190,6 +181,19 @@ class Runner:
         self._k[layer].view(-1, *k_TGD.shape[1:]).index_copy_(0, slots, k_TGD)
         self._v[layer].view(-1, *v_TGD.shape[1:]).index_copy_(0, slots, v_TGD)
         return self.dispatcher.run(layer, q_THD, self._k[layer], self._v[layer])
+
+
+def _packed(chunks: Sequence[Chunk], page_size: int) -> np.ndarray[Any, Any]:
+    """Token ids, positions and slots of all tokens, int64 [3, T]."""
+    lens, starts = (np.array(numbers) for numbers in ([len(c.token_ids) for c in chunks], [c.start for c in chunks]))
+    ids = np.fromiter(chain.from_iterable(c.token_ids for c in chunks), np.int64, lens.sum())
+    positions = np.arange(len(ids)) + np.repeat(starts - (lens.cumsum() - lens), lens)
+    firsts = starts // page_size
+    counts = (starts + lens - 1) // page_size - firsts + 1  # pages that a chunk writes
+    touched = (c.block_table[first : first + n] for c, first, n in zip(chunks, firsts, counts, strict=True))
+    pages = np.fromiter(chain.from_iterable(touched), np.int64)
+    at = np.repeat(counts.cumsum() - counts - firsts, lens) + positions // page_size
+    return np.stack([ids, positions, pages[at] * page_size + positions % page_size])
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ Shape suffixes as in `attention.backends.base`; L keys and Q queries of one memb
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from attention.backends.base import AttentionSpec
+
+_LEAST_ROUNDED = 128  # keys
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,13 @@ class Variant:
     block: int = 64  # keys a step of the online softmax
     reverse: bool = False  # last block first
     splits: int = 1  # parts of the keys that are computed apart and merged through their LSE
+    #: P is summed rounded, and outputs of splits are rounded before they are merged, as in FlashInfer's FA2 kernels
+    #: (row sums on tensor cores, partial outputs of type DTypeO; no split has fewer than 128 keys there either).
+    rounded: bool = False
 
     def __str__(self) -> str:
-        return f"block {self.block}, {self.splits} splits{', reversed' if self.reverse else ''}"
+        more = {"reversed": self.reverse, "rounded": self.rounded}
+        return ", ".join([f"block {self.block}", f"{self.splits} splits", *(name for name in more if more[name])])
 
 
 @dataclass(frozen=True)
@@ -89,12 +95,14 @@ def attend(
     A row that sees no key gives 0 and -inf (with a sink: 0 and the sink).
     """
     kv_len, spec = read.k_LHD.shape[0], read.spec
-    size = max(1, -(-kv_len // variant.splits))
+    size = max(_LEAST_ROUNDED if variant.rounded else 1, -(-kv_len // variant.splits))
     parts = [
         _part(read, range(start, min(start + size, kv_len)), variant, numbers, defects)
         for number, start in enumerate(range(0, max(1, kv_len), size))
         if number != defects.lost_split
     ]
+    if variant.rounded and len(parts) > 1:
+        parts = [replace(part, out_HQD=part.out_HQD.to(numbers.store).to(numbers.work)) for part in parts]
     if spec.sinks is not None:
         parts.append(_sink(spec.sinks, parts[0], numbers.work))
     whole = parts[0] if len(parts) == 1 else _merged(parts, base=2.0 if defects.merge_base2 else math.e)
@@ -118,10 +126,11 @@ def _part(read: Read, keys: range, variant: Variant, numbers: Numbers, defects: 
         higher = torch.maximum(top, s_HQL.amax(-1, keepdim=True))
         finite = torch.where(torch.isinf(higher), 0.0, higher)
         shrink, p_HQL = torch.exp(top - finite), torch.exp(s_HQL - finite)
-        total = total * shrink + p_HQL.sum(-1, keepdim=True)
+        rounded_HQL = p_HQL.to(numbers.store).to(work)
+        total = total * shrink + (rounded_HQL if variant.rounded else p_HQL).sum(-1, keepdim=True)
         # What stands in the cache of quantised KV is exact in every dtype; scales come in outside the loop.
         v_HLD = read.v_LHD[block].to(work).transpose(0, 1)
-        acc_HQD = acc_HQD * shrink + p_HQL.to(numbers.store).to(work) @ v_HLD
+        acc_HQD = acc_HQD * shrink + rounded_HQL @ v_HLD
         if defects.accumulate is not None:
             acc_HQD = acc_HQD.to(defects.accumulate).to(work)
         top = higher

@@ -16,7 +16,7 @@ import torch
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = (1 << 64) - 1
 _PLACES = 1 << 16
-_PIECE = 1 << 18  # words; 2 MB
+_PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}  # words: what a CPU's cache holds; a GPU counts launches
 
 
 class Draws:
@@ -44,10 +44,10 @@ class Draws:
         return _mixed(_mixed(self._seed & _WORD) + self._call * _GOLDEN & _WORD)
 
     def _places(self, num: int) -> Iterator[torch.Tensor]:
-        """Whole numbers in [0, 65536), int32, in pieces that stay in a CPU's cache."""
-        start = self._start()
-        for first in range(0, max(1, num), 4 * _PIECE):
-            count = min(num - first, 4 * _PIECE)
+        """Whole numbers in [0, 65536), int32, in pieces."""
+        start, most = self._start(), 4 * _PIECE[self.device.split(":")[0]]
+        for first in range(0, max(1, num), most):
+            count = min(num - first, most)
             words = torch.arange(-(-count // 4), device=self.device)
             words *= _signed(_GOLDEN)
             words += _signed(start + (first // 4 + 1) * _GOLDEN & _WORD)

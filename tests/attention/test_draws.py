@@ -46,7 +46,7 @@ def test_a_seed_repeats_itself_and_calls_and_seeds_do_not() -> None:
 
 def test_pieces_join(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Draws(3).normal(7, 13)
-    monkeypatch.setattr(draws, "_PIECE", 5)
+    monkeypatch.setitem(draws._PIECE, "cpu", 5)
     assert torch.equal(Draws(3).normal(7, 13), whole)
 
 

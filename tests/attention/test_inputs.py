@@ -57,7 +57,7 @@ def test_a_window_that_hides_nothing_has_no_edge() -> None:
 
 
 def test_a_few_keys_at_the_start_take_nine_tenths_of_every_row() -> None:
-    problem = make(case("q4s400", dtype="float32"), "sink", 1)
+    problem = make(case("q4s400", dtype="float32"), "sink", 2)
     sinks = AttentionSpec(4, 2, 32, 32, torch.float32, problem.spec.scale, causal=False)
     k, v = (member_keys(cache, problem.batch, 0)[:NUM_SINKS] for cache in (problem.k, problem.v))
     share_QH = (attend(problem.q_THD, k, v, sinks).lse_QH - problem.truth.lse_QH).exp()

@@ -31,7 +31,7 @@ from data.paths import models_dir
 from gates.thresholds import load_limits
 
 NUM_SEEDS = 40
-LONG_EVERY = 5  # seeds of which one also runs the shapes beyond 1,024 keys
+LONG_EVERY = 20  # seeds of which one also runs the shapes beyond 1,024 keys
 NUM_WRONG = 8  # seeds on which the scale is 5 % off
 RATIOS = ("r_rms", "r_max", "r_row")
 KERNELS = ("torch_sdpa:math", "torch_sdpa:flash")
