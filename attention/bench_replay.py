@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -44,7 +45,7 @@ from attention.replay.model import batching
 from attention.replay.states import Manifest, Sink, States
 from attention.validated import validated
 
-_DEFAULTS = {"cuda": "flash_attn:fa2", "cpu": "torch_sdpa:flash"}
+_DEFAULTS = {"cuda": "triton:paged", "cpu": "torch_sdpa:flash"}
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,10 @@ def measure(
     with tempfile.TemporaryDirectory() as scratch:
         sides = [Path(scratch) / name for name in ("a", "b")]
 
+        def fresh() -> None:  # to write over a recording is to wait until the old one is gone
+            for folder in sides:
+                shutil.rmtree(folder, ignore_errors=True)
+
         def record(side: int) -> None:
             runner.dispatcher = dispatchers[side]
             model.record_texts(runner, scoring, texts, environment, sides[side])
@@ -179,6 +184,7 @@ def measure(
         }
         seconds: dict[str, list[float]] = {name: [] for name in work}
         for turn in range(size.rounds + 1):  # the first one compiles and warms up
+            fresh()
             for name, run in work.items():
                 took = _timed(run, device)
                 if turn:

@@ -25,7 +25,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy as np
 import torch
 
-from attention import half_weights
+from attention import fused_norms, half_weights
 from attention.backends.base import AttentionSpec, Batch
 from attention.dispatch import Dispatcher
 from attention.model_config import DTYPES as DTYPE_NAMES
@@ -125,6 +125,8 @@ class Runner:
         self._model.to(device).eval()
         if half_weights.supported(device, self.dtype):
             half_weights.pack(self._model)
+        if device.startswith("cuda"):
+            fused_norms.fuse(self._model)
         self.eos_token_ids = _eos(self._model, GenerationConfig.from_pretrained(model_path), self.tokenizer)
         self.max_context = int(self._model.config.max_position_embeddings)
         self.hidden_size = int(self._model.config.hidden_size)

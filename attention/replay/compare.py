@@ -28,9 +28,9 @@ from attention.model_config import read_config
 from attention.replay.states import MODES, Mode, States, positions
 
 TOP_K = 10
-_GROUP = 256  # logits of which one may be among the largest: see `_top`
+_GROUPS = (256, 16)  # logits of which one may be among the largest, coarse to fine: see `_top`
 #: Of one side's float32 logits at a time. On the CPU above 32 MB every block would be mapped and faulted in anew.
-_CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 29}
+_CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 30}
 
 #: Name -> one value a position: `mode`, `prompt` (index), `position`, and the figures of FIGURES.
 Columns = dict[str, np.ndarray[Any, Any]]
@@ -156,12 +156,15 @@ def _chunks(a: States, b: States, mode: Mode, size: int, device: torch.device) -
 
     def read(start: int) -> tuple[int, _Chunk]:
         stop = min(start + size, total)
-        parts = [a.rows(mode, start, stop), b.rows(mode, start, stop), next_N[start:stop]]
-        if device.type == "cuda":
-            short = size - (stop - start)
-            parts = [torch.cat([p, p.new_zeros(short, *p.shape[1:])]) if short else p for p in parts]
-            parts = [p.pin_memory() for p in parts]
-        return stop - start, (parts[0], parts[1], parts[2])
+        num = size if device.type == "cuda" else stop - start
+        parts = []
+        for side in (a, b):
+            rows_RD = torch.zeros(num, side.width, dtype=side.dtype, pin_memory=device.type == "cuda")
+            side.read(mode, start, rows_RD[: stop - start])
+            parts.append(rows_RD)
+        following = torch.full((num,), -1, dtype=torch.long, pin_memory=device.type == "cuda")
+        following[: stop - start] = next_N[start:stop]
+        return stop - start, (parts[0], parts[1], following)
 
     with ThreadPoolExecutor(max_workers=1) as pool:
         ahead = pool.submit(read, 0) if total else None
@@ -197,22 +200,23 @@ def _compiled() -> Callable[..., torch.Tensor]:
     return torch.compile(_figures, dynamic=False)
 
 
-def _top(logits_RV: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices [R, k] of the k largest logits, largest first.
+def _top(logits_RV: torch.Tensor, k: int, groups: tuple[int, ...] = _GROUPS) -> torch.Tensor:
+    """Indices [R, k] of the k largest logits, largest first; of equals the first.
 
     Each of them lies in one of the k groups with the largest maxima, or in the rest that fills no group: one pass over
-    the logits instead of one a radix digit.
+    the logits instead of one a radix digit. What is left is looked through in smaller groups.
     """
     num_rows, vocab = logits_RV.shape
-    groups = vocab // _GROUP
-    if groups <= k:
+    size, *finer = groups or (0,)
+    if not groups or vocab // size <= k:
         return logits_RV.topk(min(k, vocab)).indices
-    whole_RGN = logits_RV[:, : groups * _GROUP].unflatten(1, (groups, _GROUP))
-    chosen_RK = whole_RGN.amax(-1).topk(k).indices.sort(-1).values  # in order: the first of equals is the first index
-    inside_N = torch.arange(_GROUP, device=logits_RV.device)
-    rest = torch.arange(groups * _GROUP, vocab, device=logits_RV.device).expand(num_rows, -1)
-    candidates_RC = torch.cat([(chosen_RK[:, :, None] * _GROUP + inside_N).flatten(1), rest], 1)
-    return candidates_RC.gather(1, logits_RV.gather(1, candidates_RC).topk(k).indices)
+    whole = vocab // size * size
+    maxima_RG = logits_RV[:, :whole].unflatten(1, (-1, size)).amax(-1)
+    chosen_RK = maxima_RG.topk(k).indices.sort(-1).values  # in order: the first of equals is the first index
+    inside_N = torch.arange(size, device=logits_RV.device)
+    rest = torch.arange(whole, vocab, device=logits_RV.device).expand(num_rows, -1)
+    candidates_RC = torch.cat([(chosen_RK[:, :, None] * size + inside_N).flatten(1), rest], 1)
+    return candidates_RC.gather(1, _top(logits_RV.gather(1, candidates_RC), k, tuple(finer)))
 
 
 def as_rows(a: States, found: Columns) -> dict[str, Any]:
