@@ -81,6 +81,13 @@ def draw(size: Size, spec: AttentionSpec, inputs: Inputs, draws: Draws, captured
     return q_QHD, k_LGD, v_LGD
 
 
+def num_drawn(size: Size, spec: AttentionSpec) -> int:
+    """Numbers that `draw` takes for a member, or a few more: each tensor begins with a word, which holds four."""
+    q, k = size.q_len * spec.heads_q, size.kv_len * spec.heads_kv
+    axis = spec.heads_kv * spec.head_dim_qk  # of sinks
+    return q * spec.head_dim_qk + k * (spec.head_dim_qk + spec.head_dim_vo) + axis + 4 * 4
+
+
 def stored(spec: AttentionSpec, q_QHD: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor) -> Drawn:
     """The inputs as a cache holds them: in the spec's dtypes, divided by its scales, cut at the largest number."""
     store = spec.kv_dtype or spec.dtype

@@ -16,7 +16,7 @@ from attention.backends.base import AttentionSpec, Batch, alibi_slopes
 from attention.backends.oracle import Truth
 from attention.cases import AttentionCase, Inputs
 from attention.replay.draws import Draws
-from attention.replay.inputs import Captured, Size, draw, stored
+from attention.replay.inputs import Captured, Size, draw, num_drawn, stored
 from attention.replay.members import Member
 from attention.replay.truths import Oracle, compute
 
@@ -67,8 +67,9 @@ def members_of(
 
     `captured` is what the inputs `activations` are cut from.
     """
-    draws = Draws(seed, device)
-    found = []
+    draws, found = Draws(seed, device), []
+    if inputs != "activations":
+        draws.ahead(sum(num_drawn(Size(one.q_len, one.kv_len, 0), spec) for one in case.members))
     for one in case.members:
         size = Size(one.q_len, one.kv_len, case.page_size or 16)
         q, k, v = stored(spec, *draw(size, spec, inputs, draws, captured))

@@ -18,9 +18,10 @@ def test_words_are_those_of_splitmix64() -> None:
     assert words == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
-def test_a_tensor_of_places_holds_the_words_of_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Draws, "_start", lambda self: 1234567)
-    places = torch.cat(list(Draws(0)._places(12))).tolist()
+def test_a_tensor_of_places_holds_the_words_of_its_start() -> None:
+    draw = Draws(0)
+    draw._start = 1234567
+    places = torch.cat(list(draw._places(12))).tolist()
     words = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     expected = [((word >> 16 * part & 0xFFFF) + 0x8000) & 0xFFFF for word in words for part in range(4)]
     assert places == expected
@@ -48,6 +49,14 @@ def test_pieces_join(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Draws(3).normal(7, 13)
     monkeypatch.setitem(draws._PIECE, "cpu", 5)
     assert torch.equal(Draws(3).normal(7, 13), whole)
+
+
+def test_numbers_that_were_drawn_ahead_are_those_that_would_have_come() -> None:
+    one, ahead = Draws(3), Draws(3)
+    ahead.ahead(40)
+    for shape in ((2, 3), (5,), (4, 4), (30,), (7,)):
+        assert torch.equal(one.normal(*shape), ahead.normal(*shape))
+    assert one.below(1000) == ahead.below(1000)
 
 
 def test_chance_and_whole_numbers() -> None:

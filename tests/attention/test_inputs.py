@@ -57,12 +57,15 @@ def test_a_window_that_hides_nothing_has_no_edge() -> None:
 
 
 def test_a_few_keys_at_the_start_take_nine_tenths_of_every_row() -> None:
-    problem = make(case("q4s400", dtype="float32"), "sink", 2)
-    sinks = AttentionSpec(4, 2, 32, 32, torch.float32, problem.spec.scale, causal=False)
-    k, v = (member_keys(cache, problem.batch, 0)[:NUM_SINKS] for cache in (problem.k, problem.v))
-    share_QH = (attend(problem.q_THD, k, v, sinks).lse_QH - problem.truth.lse_QH).exp()
-    assert abs(float(share_QH.mean()) - SINK_SHARE) < 0.03
-    assert 0.8 < float(share_QH.min()) <= float(share_QH.max()) < 0.99
+    shares = []
+    for seed in range(8):
+        problem = make(case("q4s400", dtype="float32"), "sink", seed)
+        sinks = AttentionSpec(4, 2, 32, 32, torch.float32, problem.spec.scale, causal=False)
+        k, v = (member_keys(cache, problem.batch, 0)[:NUM_SINKS] for cache in (problem.k, problem.v))
+        shares.append((attend(problem.q_THD, k, v, sinks).lse_QH - problem.truth.lse_QH).exp())
+    share_NQH = torch.stack(shares)
+    assert abs(float(share_NQH.mean()) - SINK_SHARE) < 0.04
+    assert 0.5 < float(share_NQH.min()) <= float(share_NQH.max()) < 0.999
 
 
 def test_what_stands_beside_the_sinks_makes_the_output() -> None:
