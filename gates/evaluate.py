@@ -22,7 +22,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -157,15 +157,23 @@ def _validate(suite: Suite, frame: pd.DataFrame, limits: Limits) -> list[_Outcom
         raise ValueError(f"suite {suite.name}: GX dropped an expectation (unknown type or severity)")
     names = {name for expectation in suite.expectations for name in expectation.parameters}
     parameters = {name: limits.value(name) for name in sorted(names)}
-    context = gx.get_context(mode="ephemeral")
-    context.variables.progress_bars = {"globally": False}
-    asset = context.data_sources.add_pandas("lake").add_dataframe_asset("summary")
-    batch = asset.add_batch_definition_whole_dataframe("all").get_batch({"dataframe": frame})
+    batch = _frames().get_batch({"dataframe": frame})
     found = batch.validate(built, expectation_parameters=parameters or None).results
     results = {result.expectation_config.meta["index"]: result for result in found}
     if sorted(results) != list(range(len(expectations))):
         raise ValueError(f"suite {suite.name}: {len(found)} results for {len(expectations)} expectations")
     return [_outcome(e, results[i], frame) for i, e in enumerate(suite.expectations)]
+
+
+@cache
+def _frames() -> Any:
+    """What makes a batch of a frame; one context a process, since a new one takes a fifth of an evaluation."""
+    import great_expectations as gx
+
+    context = gx.get_context(mode="ephemeral")
+    context.variables.progress_bars = {"globally": False}
+    asset = context.data_sources.add_pandas("lake").add_dataframe_asset("summary")
+    return asset.add_batch_definition_whole_dataframe("all")
 
 
 def _outcome(expectation: Expectation, result: Any, frame: pd.DataFrame) -> _Outcome:

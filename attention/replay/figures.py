@@ -128,35 +128,41 @@ def measure(
     """As `compare`, without waiting for the device."""
     tokens, heads, dims = truth.out_QHD.shape
     exact, out = truth.out_QHD.flatten(0, 1), out_THD.double().flatten(0, 1)
-    differ = (torch.isfinite(out) != torch.isfinite(exact)).flatten()
-    first = differ.byte().argmax()
-    error, half, norm = out - exact, half_ulp(exact, dtype), exact.norm()
+    differ = (_finite(out) != _finite(exact)).flatten()
+    first = differ.view(torch.uint8).argmax()
+    error, half = out - exact, half_ulp(exact, dtype)
+    norm, error_norm = exact.norm(), error.norm()
     own = torch.maximum((truth.rounded_QHD.flatten(0, 1) - exact).abs(), half)
     size, rows = error.abs(), error.norm(dim=-1)
-    relative = rows / exact.norm(dim=-1).clamp_min(_TINY)
+    largest, relative = size.max(), rows / exact.norm(dim=-1).clamp_min(_TINY)
+    worst = relative.max(dim=0)
     spread = error.std() / math.sqrt(error.numel())
-    ulps = (size / (2 * half)).flatten()
+    halves = (size / half).flatten()  # of an ulp
     found = (
         differ.sum(),
         first,
         out.take(first),
         exact.take(first),
-        relative.argmax(),
-        ulps.new_zeros(()) if lse_TH is None else _lse_error(lse_TH, truth),
-        size.max(),
+        worst.indices,
+        halves.new_zeros(()) if lse_TH is None else _lse_error(lse_TH, truth),
+        largest,
         size.mean(),
-        error.norm() / norm.clamp_min(_TINY),
-        relative.max(),
-        *_quantiles(ulps, 0.5, 0.99),
-        ulps.max(),
+        error_norm / norm.clamp_min(_TINY),
+        worst.values,
+        *(torch.stack([*_quantiles(halves, 0.5, 0.99), halves.max()]) / 2),
         torch.dot(out.flatten(), exact.flatten()) / (out.norm() * norm).clamp_min(_TINY),
         torch.where(spread == 0, 0.0, error.mean() / spread),
-        size.max() / own.max(),
-        error.norm() / own.norm(),
+        largest / own.max(),
+        error_norm / own.norm(),
         (rows / own.norm(dim=-1)).max(),
     )
     values = torch.stack([one.double() for one in found])
     return Measured(values, lse_TH is not None, (tokens, heads, dims), q_lens or (tokens,))
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    """`isfinite` in half its passes."""
+    return values.abs() < math.inf
 
 
 def _quantiles(values: torch.Tensor, *shares: float) -> list[torch.Tensor]:

@@ -5,29 +5,37 @@ both sides of a release, a resumed one and every backend of a matrix share it. T
 and the oracle's source: another case, seed, kind of inputs, generator or oracle is another file.
 
 What a file says is believed only if its own hash, over key and numbers, is right. One that was cut off, edited or
-renamed is computed anew and written over.
+renamed is computed anew and written over. A file is that seal and the bytes of output, LSE and rounded output, whose
+sizes the question gives: there is no header to believe.
+
+On a GPU all hashes are computed there, and files go through pinned memory, which the device copies by itself.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from attention.backends import base, oracle
 from attention.backends.base import AttentionSpec
 from attention.backends.oracle import Truth, attend
 from attention.private import private_folder
+from attention.replay.digest import digest
 from attention.replay.members import Member
 
 #: Members on the CPU, their spec and the device to compute on -> the truth of all their tokens, on that device.
 Oracle = Callable[[Sequence[Member], AttentionSpec, str], Truth]
+
+_NUM_SEAL = 64  # bytes of a file's seal
 
 
 def compute(members: Sequence[Member], spec: AttentionSpec, device: str) -> Truth:
@@ -59,7 +67,8 @@ class Truths:
     def __call__(self, members: Sequence[Member], spec: AttentionSpec, device: str) -> Truth:
         key = key_of(members, spec)
         path = self.folder / f"{key}.truth"
-        found = _read(path, key, spec.dtype, device)
+        shape_QHD = (sum(len(m.q_QHD) for m in members), spec.heads_q, spec.head_dim_vo)
+        found = _read(path, key, shape_QHD, spec.dtype, device)
         with self._lock:
             self.num_computed += found is None
             self.num_read += found is not None
@@ -75,14 +84,13 @@ def key_of(members: Sequence[Member], spec: AttentionSpec) -> str:
 
 
 def question_of(members: Sequence[Member], spec: AttentionSpec) -> str:
-    """Hash of what is asked: two environments that draw other numbers from a seed ask other questions."""
-    digest = hashlib.sha256(repr(spec).encode())
-    for member in members:
-        for name, tensor in vars(member).items():
-            if tensor is not None:
-                digest.update(f"|{name} {tensor.dtype} {tuple(tensor.shape)}|".encode())
-                digest.update(_bytes(tensor))
-    return digest.hexdigest()
+    """Hash of what is asked: two environments that draw other numbers from a seed ask other questions.
+
+    Members lie on one device, whichever. Waits once for a GPU.
+    """
+    named = [(name, tensor) for member in members for name, tensor in vars(member).items() if tensor is not None]
+    names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
+    return hashlib.sha256(f"{spec!r}|{names}|{digest(*tensors)}".encode()).hexdigest()
 
 
 @cache
@@ -92,40 +100,63 @@ def oracle_version() -> str:
     return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
 
 
-def _read(path: Path, key: str, dtype: torch.dtype, device: str) -> Truth | None:
-    """None for a file that is missing, unreadable, of another key, or whose numbers have another hash."""
+def _read(path: Path, key: str, shape_QHD: tuple[int, int, int], dtype: torch.dtype, device: str) -> Truth | None:
+    """None for a file that is missing, unreadable, of another size or key, or whose numbers have another hash."""
+    num, num_rows = math.prod(shape_QHD), math.prod(shape_QHD[:2])
+    sizes = [8 * num, 8 * num_rows, dtype.itemsize * num]
     try:
-        with path.open("rb") as source:  # four arrays one after the other: a zip's checksums cost more than the seal
-            seal, *arrays = (np.load(source, allow_pickle=False) for _ in range(4))
-        out, lse, raw = map(torch.from_numpy, arrays)
-        rounded = raw.view(dtype)
-    except Exception:  # numpy and torch each raise their own for what is no file of ours
+        with path.open("rb") as source:
+            if os.fstat(source.fileno()).st_size != _NUM_SEAL + sum(sizes):
+                return None
+            seal = source.read(_NUM_SEAL)
+            staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.startswith("cuda"))
+            if source.readinto(staged.numpy().data) != len(staged):
+                return None
+    except OSError:
         return None
-    if str(seal) != _seal(key, out, lse, rounded):
+    body = staged.to(device, non_blocking=True)
+    out, lse, rounded = parts = body.split(sizes)
+    if seal != _seal(key, parts):  # has waited for the copy: `staged` may go
         return None
-    return Truth(out.to(device), lse.to(device), rounded.to(device).double())
+    return Truth(
+        out.view(torch.float64).view(shape_QHD),
+        lse.view(torch.float64).view(shape_QHD[:2]),
+        rounded.view(dtype).view(shape_QHD).double(),
+    )
 
 
 def _write(path: Path, key: str, truth: Truth, dtype: torch.dtype) -> None:
     """Whole or not at all. The rounded output is exact in its own dtype, so it costs 2 bytes and not 8."""
-    out, lse = truth.out_QHD.cpu().contiguous(), truth.lse_QH.cpu().contiguous()
-    rounded = truth.rounded_QHD.cpu().to(dtype).contiguous()
+    parts = [_raw(t) for t in (truth.out_QHD, truth.lse_QH, truth.rounded_QHD.to(dtype))]
+    with _on_host(parts) as staged:
+        seal = _seal(key, parts)  # while the copies run
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
     with temporary.open("wb") as sink:
-        for array in (_seal(key, out, lse, rounded), out.numpy(), lse.numpy(), rounded.view(torch.uint8).numpy()):
-            np.save(sink, np.asarray(array), allow_pickle=False)
+        sink.write(seal)
+        for part in staged:
+            sink.write(part.numpy().data)
     temporary.replace(path)
 
 
-def _seal(key: str, *tensors: torch.Tensor) -> str:
-    digest = hashlib.sha256(key.encode())
-    for tensor in tensors:
-        digest.update(f"|{tensor.dtype} {tuple(tensor.shape)}|".encode())
-        digest.update(_bytes(tensor))
-    return digest.hexdigest()
+@contextmanager
+def _on_host(parts: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The same bytes on the host; from a GPU they are there at the end of the block."""
+    if not parts[0].is_cuda:
+        yield list(parts)
+        return
+    staged = [torch.empty_like(part, device="cpu", pin_memory=True) for part in parts]
+    for one, part in zip(staged, parts, strict=True):
+        one.copy_(part, non_blocking=True)
+    copied = torch.cuda.Event(blocking=True)
+    copied.record(torch.cuda.current_stream(parts[0].device))
+    yield staged
+    copied.synchronize()
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-    data: memoryview = flat.numpy().data
-    return data
+def _seal(key: str, parts: Sequence[torch.Tensor]) -> bytes:
+    """Waits for the device that holds the parts."""
+    return hashlib.sha256(f"{key}|{digest(*parts)}".encode()).hexdigest().encode()
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

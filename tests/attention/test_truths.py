@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,12 @@ def test_another_question_has_another_key(other: Callable[[], Any]) -> None:
     assert key_of(*other()) != key_of(MEMBERS, SPEC)
 
 
+def test_the_key_is_of_the_numbers_not_of_how_they_lie_in_memory() -> None:
+    strided = [replace(m, k_LGD=m.k_LGD.transpose(0, 1).contiguous().transpose(0, 1)) for m in MEMBERS]
+    assert not strided[0].k_LGD.is_contiguous()
+    assert key_of(strided, SPEC) == key_of(MEMBERS, SPEC)
+
+
 def test_another_oracle_has_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = key_of(MEMBERS, SPEC)
     monkeypatch.setattr(truths, "oracle_version", lambda: "another")
@@ -113,13 +121,26 @@ def _flip_a_bit(path: Path) -> None:
 
 
 def _edit(path: Path) -> None:
-    """A well-formed file with another number and the old seal."""
-    with path.open("rb") as source:
-        arrays = [np.load(source) for _ in range(4)]
-    arrays[1][0, 0, 0] += 1e-3
-    with path.open("wb") as sink:
-        for array in arrays:
-            np.save(sink, array)
+    """A whole file with another number and the old seal."""
+    numbers = np.fromfile(path, dtype=np.float64, offset=truths._NUM_SEAL, count=1)
+    with path.open("r+b") as file:
+        file.seek(truths._NUM_SEAL)
+        file.write((numbers + 1e-3).tobytes())
+
+
+def _lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + bytes(8))
+
+
+def _forge_the_seal(path: Path) -> None:
+    path.write_bytes(bytes(truths._NUM_SEAL) + path.read_bytes()[truths._NUM_SEAL :])
+
+
+def _exchange_two_numbers(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    first, second = (slice(start, start + 8) for start in (truths._NUM_SEAL, truths._NUM_SEAL + 8))
+    data[first], data[second] = data[second], data[first]
+    path.write_bytes(data)
 
 
 def _of_another_seed(path: Path) -> None:
@@ -132,8 +153,18 @@ def _of_another_seed(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "spoil",
-    [_cut, _flip_a_bit, _edit, _of_another_seed, lambda path: path.write_bytes(b""), lambda path: path.write_text("x")],
-    ids=["cut off", "a bit flipped", "edited", "foreign", "empty", "text"],
+    [
+        _cut,
+        _lengthen,
+        _flip_a_bit,
+        _edit,
+        _exchange_two_numbers,
+        _forge_the_seal,
+        _of_another_seed,
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_text("x"),
+    ],
+    ids=["cut off", "longer", "a bit flipped", "edited", "exchanged", "no seal", "foreign", "empty", "text"],
 )
 def test_a_file_that_is_not_what_was_written_is_computed_anew_and_replaced(
     tmp_path: Path, spoil: Callable[[Path], None]
@@ -147,3 +178,48 @@ def test_a_file_that_is_not_what_was_written_is_computed_anew_and_replaced(
     assert (second.num_computed, second.num_read) == (1, 0)
     assert equal(third(MEMBERS, SPEC, "cpu"), exact)
     assert (third.num_computed, third.num_read) == (0, 1)
+
+
+def test_a_file_of_another_size_is_never_read_into_memory(tmp_path: Path) -> None:
+    Truths(tmp_path)(MEMBERS, SPEC, "cpu")
+    (path,) = tmp_path.glob("*.truth")
+    os.truncate(path, 1 << 40)  # a terabyte of zeros that takes no place
+    second = Truths(tmp_path)
+    second(MEMBERS, SPEC, "cpu")
+    assert (second.num_computed, second.num_read) == (1, 0)
+
+
+def test_a_truth_without_a_query_is_kept_too(tmp_path: Path) -> None:
+    nobody = [replace(MEMBERS[0], q_QHD=MEMBERS[0].q_QHD[:0])]
+    first, second = (Truths(tmp_path)(nobody, SPEC, "cpu") for _ in range(2))
+    assert equal(first, second)
+    assert second.out_QHD.shape == (0, 4, 16)
+
+
+def test_threads_that_share_a_folder_all_get_the_truth_and_leave_one_file(tmp_path: Path) -> None:
+    exact = compute(MEMBERS, SPEC, "cpu")
+    oracle = Truths(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: oracle(MEMBERS, SPEC, "cpu"), range(32)))
+    assert all(equal(one, exact) for one in found)
+    assert oracle.num_computed + oracle.num_read == 32
+    assert [path.suffix for path in tmp_path.iterdir()] == [".truth"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_and_a_cpu_share_truths_whichever_wrote_them(tmp_path: Path) -> None:
+    there = [replace(m, **{name: t.cuda() for name, t in vars(m).items() if t is not None}) for m in MEMBERS]
+    assert key_of(there, SPEC) == key_of(MEMBERS, SPEC)
+    on_gpu = Truths(tmp_path / "gpu")(there, SPEC, "cuda")
+    assert on_gpu.out_QHD.is_cuda
+    reader = Truths(tmp_path / "gpu")
+    with ThreadPoolExecutor(8) as pool:
+        again = list(pool.map(lambda _: reader(there, SPEC, "cuda"), range(64)))
+    assert all(equal(one, on_gpu) for one in again)
+    assert equal(reader(MEMBERS, SPEC, "cpu"), Truth(*(t.cpu() for t in vars(on_gpu).values())))
+    assert (reader.num_computed, reader.num_read) == (0, 65)
+    on_cpu = Truths(tmp_path / "cpu")(MEMBERS, SPEC, "cpu")
+    from_cpu = Truths(tmp_path / "cpu")
+    assert equal(Truth(*(t.cpu() for t in vars(from_cpu(there, SPEC, "cuda")).values())), on_cpu)
+    assert from_cpu.num_computed == 0

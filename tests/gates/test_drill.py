@@ -44,6 +44,11 @@ def row(**changes: Any) -> Row:
     return Row(**{**fields, **changes})
 
 
+def beyond(name: str) -> float:
+    """A figure that its limit just does not allow."""
+    return 1.01 * LIMITS.value(name)
+
+
 def many(change: dict[str, float], good: int = 20) -> list[Figures]:
     """Sound figures and one that is not: a worst case shows, a pooled figure hardly moves."""
     return [*[GOOD] * good, replace(GOOD, **change)]
@@ -51,12 +56,12 @@ def many(change: dict[str, float], good: int = 20) -> list[Figures]:
 
 BROKEN = [
     ("tensor.finite", many({"num_masks": 1})),
-    ("tensor.r_rms", many({"r_rms": 1.6, "champion_r_rms": 1.4})),
-    ("tensor.r_max", many({"r_max": 2.1})),
-    ("tensor.r_row", many({"r_row": 2.1})),
-    ("tensor.times_champion", many({"r_rms": 1.3})),
-    ("tensor.pooled_times_champion", [replace(GOOD, r_rms=0.85)] * 3),
-    ("tensor.lse", many({"lse": 2e-3})),
+    ("tensor.r_rms", many({"r_rms": beyond("r_rms"), "champion_r_rms": LIMITS.value("r_rms")})),
+    ("tensor.r_max", many({"r_max": beyond("r_max")})),
+    ("tensor.r_row", many({"r_row": beyond("r_row")})),
+    ("tensor.times_champion", many({"r_rms": beyond("times_champion")})),
+    ("tensor.pooled_times_champion", [replace(GOOD, r_rms=beyond("pooled_times_champion") * GOOD.r_rms)] * 3),
+    ("tensor.lse", many({"lse": beyond("lse")})),
 ]
 
 
@@ -82,7 +87,13 @@ def test_what_was_not_measured_trips_but_for_an_lse_never_given_and_a_champion_t
 
 @pytest.mark.parametrize(
     "figures",
-    [[GOOD], [replace(GOOD, r_max=math.nan)], [replace(GOOD, r_row=2.0)], *(figures for _, figures in BROKEN)],
+    [
+        [GOOD],
+        [replace(GOOD, r_max=math.nan)],
+        [replace(GOOD, r_row=LIMITS.value("r_row"))],
+        many({"r_rms": 0.99 * LIMITS.value("times_champion")}),  # beyond it, were the champion's 0.6 not counted as 1
+        *(figures for _, figures in BROKEN),
+    ],
 )
 def test_the_short_way_and_the_replay_gate_itself_say_the_same(figures: list[Figures], evidence: Evidence) -> None:
     """The same figures as rows of `tensor_replay`, before the gate of a release."""
@@ -105,7 +116,7 @@ def test_a_run_is_judged_by_its_worst_inputs() -> None:
     found = gate.runs(
         [
             row(inputs="normal"),
-            row(inputs="needle", figures=replace(GOOD, r_row=9.0), effect=replace(NONE, r_row=9.0)),
+            row(inputs="needle", figures=replace(GOOD, r_row=beyond("r_row")), effect=replace(NONE, r_row=9.0)),
             row(inputs="normal", seed=2),
         ]
     )
@@ -138,7 +149,7 @@ def judged(
     *, faults: list[Row] | None = None, benign: list[Row] | None = None, without: str | None = None
 ) -> list[str]:
     """Problems of a drill of one kind and 300 sound runs, each with changes."""
-    caught = row(figures=replace(GOOD, r_rms=9.0), effect=replace(NONE, r_rms=9.0))
+    caught = row(figures=replace(GOOD, r_rms=beyond("r_rms")), effect=replace(NONE, r_rms=9.0))
     faults = [replace(caught, seed=seed) for seed in range(20)] + (faults or [])
     sound = [row(kind=None, variant="block 64", seed=seed, effect=None) for seed in range(300)]
     found = gate.runs([*faults, *(sound if benign is None else benign)], without)
@@ -150,7 +161,9 @@ def test_all_caught_and_nothing_sound_is_no_problem() -> None:
 
 
 def test_a_fault_that_its_own_check_does_not_catch_escapes_also_when_another_does() -> None:
-    (problem,) = judged(faults=[row(figures=replace(GOOD, r_row=9.0), effect=replace(NONE, r_row=9.0), seed=99)])
+    (problem,) = judged(
+        faults=[row(figures=replace(GOOD, r_row=beyond("r_row")), effect=replace(NONE, r_row=9.0), seed=99)]
+    )
     assert problem.startswith("scale_5: 1 of 21 escaped tensor.r_rms")
     assert problem.endswith("seed 99: tripped tensor.r_row")
 
@@ -168,7 +181,7 @@ def test_a_suite_that_lost_its_expectation_lets_its_kinds_escape(monkeypatch: py
 
 def test_a_false_alarm_fails_the_drill_and_is_named() -> None:
     sound = [row(kind=None, variant="block 64", seed=seed, effect=None) for seed in range(300)]
-    sound[7] = replace(sound[7], figures=replace(GOOD, r_max=2.5))
+    sound[7] = replace(sound[7], figures=replace(GOOD, r_max=beyond("r_max")))
     (problem,) = judged(benign=sound)
     assert problem.startswith("1 of 300 sound runs raised an alarm; emulated, block 64")
     assert problem.endswith("seed 7: tensor.r_max")

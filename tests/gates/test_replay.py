@@ -29,6 +29,10 @@ def layer(evidence: Any, plan: Plan, checks: Callable[..., list[Check]]) -> Gate
     return GateReport(stage="replay", checks=tuple(found))
 
 
+def limit(plan: Plan, name: str) -> float:
+    return load_limits("replay", plan.name).value(name)
+
+
 def candidate_only(change: dict[str, Any], **where: Any) -> Mend:
     """Change the candidate's rows that match."""
 
@@ -67,7 +71,7 @@ def test_a_row_of_another_environment_fails(
 
 @pytest.mark.parametrize("figure", ["r_rms", "r_max", "r_row"])
 def test_one_case_beyond_a_limit_fails_and_is_named(evidence: Any, plan: Plan, judged: Any, figure: str) -> None:
-    beyond = 1.01 * load_limits("replay", plan.name).value(figure)
+    beyond = 1.01 * limit(plan, figure)
     evidence.tensor(candidate_only({"r_rms": 0.9, figure: beyond}, case_id="case3", seed=1))
     found = judged(tensor(evidence, plan))
     beside = {"tensor.bfloat16.times_champion"} if figure == "r_rms" else set()
@@ -78,7 +82,8 @@ def test_one_case_beyond_a_limit_fails_and_is_named(evidence: Any, plan: Plan, j
 def test_rounding_that_is_worse_everywhere_fails_where_no_single_case_does(
     evidence: Any, plan: Plan, judged: Any
 ) -> None:
-    evidence.tensor(candidate_only({"r_rms": 1.0}))
+    worse = {"champion": 1.0, "candidate": 1.01 * limit(plan, "pooled_times_champion")}
+    evidence.tensor(lambda row: row | {"r_rms": worse[row["side"]] * row["r_rms"]})
     assert judged(tensor(evidence, plan)).named(Verdict.FAIL) == {"tensor.bfloat16.pooled_times_champion"}
 
 
@@ -209,17 +214,22 @@ def by_side(champion: float, candidate: float) -> Mend:
 
 
 def test_the_champions_own_error_gates_the_candidates_beside_it(evidence: Any, plan: Plan, judged: Any) -> None:
-    evidence.tensor(by_side(0.9, 1.2))
-    assert judged(tensor(evidence, plan)).checks["tensor.bfloat16.times_champion"].observed == pytest.approx(1.2)
-    assert tensor(evidence, plan).verdict is Verdict.PASS, "below 1 the champion's error is its rounding"
-    evidence.tensor(lambda row: by_side(0.9, 1.3)(row) if row["case_id"] == "case3" else None)
+    within, beyond = (share * limit(plan, "times_champion") for share in (0.99, 1.01))
+    assert beyond < limit(plan, "r_rms")
+    evidence.tensor(lambda row: by_side(0.9, within)(row) if row["case_id"] == "case3" else row)
     found = judged(tensor(evidence, plan))
-    assert found.named(Verdict.FAIL) == {"tensor.bfloat16.times_champion"}, "1.3 is within r_rms and not beside 0.9"
-    assert "1.3 on torch_sdpa:flash, champion 0.9 on torch_sdpa:math" in found.report.reason
+    assert found.checks["tensor.bfloat16.times_champion"].observed == pytest.approx(within)
+    assert found.verdict is Verdict.PASS, "below 1 the champion's error is its rounding"
+    evidence.tensor(lambda row: by_side(0.9, beyond)(row) if row["case_id"] == "case3" else None)
+    found = judged(tensor(evidence, plan))
+    assert found.named(Verdict.FAIL) == {"tensor.bfloat16.times_champion"}, "within r_rms and not beside 0.9"
+    assert f"{round(beyond, 3)} on torch_sdpa:flash, champion 0.9 on torch_sdpa:math" in found.report.reason
 
 
 def test_a_champion_that_is_as_far_off_makes_room_for_the_candidate(evidence: Any, plan: Plan) -> None:
-    evidence.tensor(by_side(1.4, 1.4))
+    far_off = 0.99 * limit(plan, "r_rms")
+    assert far_off > limit(plan, "times_champion")
+    evidence.tensor(by_side(far_off, far_off))
     assert tensor(evidence, plan).verdict is Verdict.PASS
 
 
@@ -233,7 +243,7 @@ def test_a_champion_without_a_figure_is_an_error_beside_the_candidate(
 
 def test_a_champion_of_another_dtype_class_gates_nothing(evidence: Any, plan: Plan, judged: Any) -> None:
     evidence.tensor(by_side(0.6, 0.6))
-    half = {"dtype_class": "float16", "r_rms": 1.4}
+    half = {"dtype_class": "float16", "r_rms": 0.99 * limit(plan, "r_rms")}
     evidence.tensor(
         lambda row: row | half | {"case_id": f"half-{row['case_id']}"} if row["side"] == "candidate" else None
     )
