@@ -91,8 +91,8 @@ def main(argv: list[str] | None = None) -> int:
     """0 measured; 2 for bad flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cpu or cuda")
-    parser.add_argument("--backend", default="torch_sdpa:flash")
-    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--backend", help="default: triton:paged, on the CPU torch_sdpa:flash")
+    parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--max-kv-len", type=int, default=8192)
     parser.add_argument("--out", type=Path, help="JSON file; default: stdout")
     options = parser.parse_args(argv)
@@ -106,7 +106,8 @@ def _run(options: argparse.Namespace) -> int:
     check_device(options.device)
     check_count("--seeds", options.seeds)
     check_count("--max-kv-len", options.max_kv_len)
-    backend, *more = chosen(options.backend)
+    default = "triton:paged" if options.device.startswith("cuda") else "torch_sdpa:flash"
+    backend, *more = chosen(options.backend or default)
     if more:
         raise UserError(f"--backend {options.backend}: name one")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,9 @@
 """The oracle: attention in float64, the truth that every backend's error is measured against.
 
-Also the error that a dtype class itself makes. 16 bits: the same float64 arithmetic, rounded where a
-kernel of that class must round: scores to float32 (every class accumulates there), P before the second
-product, and the output. float32: eager attention in float32, since there the sums themselves are most
-of the error and it grows with the length. A sound kernel's error is of that size; dividing by it gives
+Also the error that a dtype class itself makes. 16 bits: float64 products, rounded where a kernel of that
+class must round: scores, P and its sum are float32 (every class accumulates there), P has 16 bits in the
+second product, and so has the output. float32: eager attention in float32, since there the sums themselves
+are most of the error and it grows with the length. A sound kernel's error is of that size; dividing by it gives
 ratios that mean the same at every shape and length, which no absolute tolerance does (error scale falls
 with 1/sqrt(kv_len)).
 
@@ -66,44 +66,54 @@ def attend(
     outs, lses, roundeds = [], [], []
     for start in range(0, max(1, q_len), step):  # once also without a query: empty results of the right shape
         rows = slice(start, min(q_len, start + step))
-        q_HQD, allowed = q_QHD[rows].transpose(0, 1), None if allowed_QL is None else allowed_QL[rows]
-        s_HQL = _scores(q_HQD.double(), k_HLD, spec, rows, q_len, allowed)
-        out, lse = _softmax_times(s_HQL, v_HLD, spec)
+        # The keys that some of these rows may see: half of all in a causal prefill.
+        keys = slice(0, max(0, min(kv_len, kv_len - q_len + rows.stop)) if spec.causal else kv_len)
+        q_HQD, k_HLd, v_HLd = q_QHD[rows].transpose(0, 1), k_HLD[:, keys], v_HLD[:, keys]
+        allowed = None if allowed_QL is None else allowed_QL[rows, keys]
+        bias = None if spec.alibi_slopes is None else _alibi(rows, keys, kv_len - q_len, spec.alibi_slopes, k_HLD)
+        s_HQL = _scores(q_HQD.double(), k_HLd, spec, bias, allowed)
+        out, lse = _softmax_times(s_HQL, v_HLd, spec)
         if spec.dtype == torch.float32:
-            eager_HQL = _scores(q_HQD.float(), k_HLD.float(), spec, rows, q_len, allowed)
-            rounded = _softmax_times(eager_HQL, v_HLD.float(), spec)[0].double()
+            s_HQL = _scores(q_HQD.float(), k_HLd.float(), spec, bias, allowed)
+            rounded, _ = _softmax_times(s_HQL, v_HLd.float(), spec)
         else:
-            rounded = _softmax_times(s_HQL.float().double(), v_HLD, spec, rounded_p=True)[0].to(spec.dtype).double()
+            rounded, _ = _softmax_times(s_HQL.float(), v_HLd, spec)
+            rounded = rounded.to(spec.dtype)
         outs.append(out.transpose(0, 1))
         lses.append(lse.transpose(0, 1))
-        roundeds.append(rounded.transpose(0, 1))
+        roundeds.append(rounded.double().transpose(0, 1))
     return Truth(torch.cat(outs), torch.cat(lses), torch.cat(roundeds))
 
 
 def _scores(
-    q_HQD: torch.Tensor, k_HLD: torch.Tensor, spec: AttentionSpec, rows: slice, q_len: int, allowed: torch.Tensor | None
+    q_HQD: torch.Tensor,
+    k_HLD: torch.Tensor,
+    spec: AttentionSpec,
+    bias_HQL: torch.Tensor | None,
+    allowed_QL: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Scores of these query rows before the softmax, in the dtype of q and K."""
-    s_HQL = q_HQD @ k_HLD.transpose(1, 2) * spec.scale
+    """Scores [H, Q, L] before the softmax, in the dtype of q and K."""
+    s_HQL = (q_HQD @ k_HLD.transpose(1, 2)).mul_(spec.scale)
     if spec.softcap is not None:
         s_HQL = spec.softcap * torch.tanh(s_HQL / spec.softcap)
-    if spec.alibi_slopes is not None:
-        s_HQL += _alibi(rows, q_len, k_HLD.shape[1], spec.alibi_slopes, s_HQL)
-    return s_HQL if allowed is None else s_HQL.masked_fill(~allowed, float("-inf"))
+    if bias_HQL is not None:
+        s_HQL += bias_HQL
+    return s_HQL if allowed_QL is None else s_HQL.masked_fill_(~allowed_QL, float("-inf"))
 
 
-def _alibi(rows: slice, q_len: int, kv_len: int, slopes: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
-    """Bias [H, rows, kv_len]: -slope times the distance from the bottom-right diagonal."""
+def _alibi(rows: slice, keys: slice, offset: int, slopes: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
+    """Bias [H, rows, keys]: -slope times the distance from the diagonal, which begins at key `offset`."""
     slopes_H11 = torch.tensor(slopes, dtype=like.dtype, device=like.device)[:, None, None]
-    diagonal = torch.arange(kv_len - q_len, kv_len, device=like.device)[rows, None]
-    return -slopes_H11 * (diagonal - torch.arange(kv_len, device=like.device)[None]).abs()
+    diagonal = torch.arange(rows.start, rows.stop, device=like.device)[:, None] + offset
+    return -slopes_H11 * (diagonal - torch.arange(keys.stop, device=like.device)[None]).abs()
 
 
-def _softmax_times(
-    s_HQL: torch.Tensor, v_HLD: torch.Tensor, spec: AttentionSpec, *, rounded_p: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [H, Q, D_vo] and LSE [H, Q] in the dtype of the arguments; P (unnormalised, 0..1) rounded to the spec's
-    dtype for the second product if asked, its sum never."""
+def _softmax_times(s_HQL: torch.Tensor, v_HLD: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [H, Q, D_vo] in V's dtype and LSE [H, Q] in that of the scores.
+
+    P (unnormalised, 0..1) has the scores' dtype; where V is wider it is rounded to the spec's for the product with V,
+    its sum never.
+    """
     # amax refuses an empty dimension: without a key every row is empty.
     top = s_HQL.amax(-1, keepdim=True) if s_HQL.shape[-1] else s_HQL.new_zeros(*s_HQL.shape[:2], 1)
     sinks_H11 = None
@@ -111,9 +121,9 @@ def _softmax_times(
         sinks_H11 = torch.tensor(spec.sinks, dtype=s_HQL.dtype, device=s_HQL.device)[:, None, None]
         top = torch.maximum(top, sinks_H11)
     top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
-    p_HQL = torch.exp(s_HQL - top)
+    p_HQL = (s_HQL - top).exp_()
     total = p_HQL.sum(-1, keepdim=True) + (0.0 if sinks_H11 is None else torch.exp(sinks_H11 - top))
-    weights = p_HQL.to(spec.dtype).to(p_HQL.dtype) if rounded_p else p_HQL
+    weights = p_HQL if p_HQL.dtype == v_HLD.dtype else p_HQL.to(spec.dtype).to(v_HLD.dtype)
     out = (weights @ v_HLD) / total.clamp_min(torch.finfo(total.dtype).tiny)
     lse = torch.where(total == 0, torch.full_like(total, float("-inf")), total.log() + top)  # NaN stays NaN
     return out, lse[..., 0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from attention.backends.base import AttentionSpec, Batch, alibi_slopes
@@ -67,17 +68,18 @@ def members_of(
 
     `captured` is what the inputs `activations` are cut from.
     """
-    draws, found = Draws(seed, device), []
+    draws = Draws(seed, device)
     if inputs != "activations":
         draws.ahead(sum(num_drawn(Size(one.q_len, one.kv_len, 0), spec) for one in case.members))
+    drawn, masks = [], []
     for one in case.members:
-        size = Size(one.q_len, one.kv_len, case.page_size or 16)
-        q, k, v = stored(spec, *draw(size, spec, inputs, draws, captured))
-        mask = None
-        if case.custom_mask:
-            mask = draws.chance(2 / 3, one.q_len, one.kv_len)
-        found.append(Member(q, k, v, mask))
-    return found
+        drawn.append(draw(Size(one.q_len, one.kv_len, case.page_size or 16), spec, inputs, draws, captured))
+        masks.append(draws.chance(2 / 3, one.q_len, one.kv_len) if case.custom_mask else None)
+    # Stored together: a GPU counts launches.
+    tensors = stored(spec, *(torch.cat(parts) for parts in zip(*drawn, strict=True)))
+    lens = [[m.q_len for m in case.members], *2 * [[m.kv_len for m in case.members]]]
+    parts = (tensor.split(sizes) for tensor, sizes in zip(tensors, lens, strict=True))
+    return [Member(q, k, v, mask) for q, k, v, mask in zip(*parts, masks, strict=True)]
 
 
 def make(
@@ -151,11 +153,19 @@ def _laid_out(batch: Batch, members: list[torch.Tensor], poison: float) -> torch
     # The CPU has no indexed copy of float8; bytes are bytes.
     raw = torch.uint8 if dtype.itemsize == 1 else dtype
     flat = cache.view(raw).view(-1, heads, dim)
-    for table, member in zip(batch.block_tables, members, strict=True):
-        at = torch.arange(len(member))
-        slots = torch.tensor(table, dtype=torch.long)[at // page] * page + at % page
-        flat[slots.to(member.device)] = member.view(raw)
+    flat[_slots(batch, page, cache.device)] = torch.cat(members).view(raw)
     return cache if batch.layout == "paged_nhd" else cache.transpose(1, 2).contiguous()
+
+
+def _slots(batch: Batch, page: int, device: torch.device) -> torch.Tensor:
+    """Where each key of all members lies; a GPU copies it by itself."""
+    slots = [
+        np.array(table, np.int64)[at // page] * page + at % page
+        for table, kv_len in zip(batch.block_tables, batch.kv_lens, strict=True)
+        for at in [np.arange(kv_len)]
+    ]
+    host = torch.from_numpy(np.concatenate(slots))
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def _full(shape: tuple[int, ...], value: float, like: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,9 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -39,12 +41,27 @@ _NUM_SEAL = 64  # bytes of a file's seal
 
 
 def compute(members: Sequence[Member], spec: AttentionSpec, device: str) -> Truth:
-    """The oracle itself."""
+    """The oracle itself. Neighbours of one size are heads of one call: a GPU counts launches."""
     found = []
-    for m in members:
-        q, k, v = (t.to(device) for t in (m.q_QHD, m.k_LGD, m.v_LGD))
-        found.append(attend(q, k, v, spec, None if m.mask_QL is None else m.mask_QL.to(device)))
+    for _, alike in groupby(members, lambda m: (m.q_QHD.shape, m.k_LGD.shape, m.mask_QL is not None and id(m))):
+        found += _side_by_side(list(alike), spec, device)
     return joined(found)
+
+
+def _side_by_side(members: list[Member], spec: AttentionSpec, device: str) -> list[Truth]:
+    """Truths of members of one size, which have no mask unless there is one alone."""
+    num, mask_QL = len(members), members[0].mask_QL
+    heads = replace(
+        spec,
+        heads_q=num * spec.heads_q,
+        heads_kv=num * spec.heads_kv,
+        alibi_slopes=None if spec.alibi_slopes is None else num * spec.alibi_slopes,
+        sinks=None if spec.sinks is None else num * spec.sinks,
+    )
+    q, k, v = (torch.cat([getattr(m, name).to(device) for m in members], 1) for name in ("q_QHD", "k_LGD", "v_LGD"))
+    truth = attend(q, k, v, heads, None if mask_QL is None else mask_QL.to(device))
+    each = (tensor.split(spec.heads_q, 1) for tensor in vars(truth).values())
+    return [Truth(*parts) for parts in zip(*each, strict=True)]
 
 
 def joined(truths: Sequence[Truth]) -> Truth:

@@ -20,6 +20,7 @@ from attention.cases import REPLAY_INPUTS
 from attention.job import Setup
 from attention.replay import judge, recording
 from attention.replay.recording import MANIFEST, TENSORS, Manifest, Recording, record
+from gates.thresholds import load_limits
 from tests.attention.test_main import error_of, flags
 
 LIMITS = Path(__file__).parents[2] / "gates/thresholds.yaml"
