@@ -58,16 +58,19 @@ REPLAY_SHAPES: tuple[tuple[Phase, str], ...] = (
     ("prefill", "q64_q33"),
     ("prefill", "q257"),
     ("prefill", "q2k"),
-    ("prefill", "16q512"),
+    ("prefill", "8q256"),
     ("decode", "q1s63"),
     ("decode", "4q1s129"),
     ("decode", "q1s16_q1s255_q1s1000"),
     ("decode", "q1s4k_q1s63"),
     ("decode", "q1s8k"),
+    ("decode", "16q1s8k"),
+    ("decode", "64q1s2k"),
     ("extend", "q16s144"),
     ("extend", "q48s49_q5s300"),
     ("extend", "q33s4k"),
-    ("extend", "16q512s1k"),
+    ("extend", "16q16s4k"),
+    ("extend", "4q64s8k"),
 )
 #: Kinds of inputs, attention/replay/inputs.py. A plan names those that it runs (data/plans); the probes run the first
 #: three, which need neither a window nor a model.

@@ -53,31 +53,30 @@ def attend(
     q_len, kv_len = q_QHD.shape[0], k_LGD.shape[0]
     if spec.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         raise RuntimeError("float32 products run in TF32 here: torch.set_float32_matmul_precision('highest')")
-    k_HLD, v_HLD = (
-        (cache.double() * factor).transpose(0, 1).repeat_interleave(spec.heads_q // spec.heads_kv, 0)
-        for cache, factor in ((k_LGD, spec.k_scale), (v_LGD, spec.v_scale))
+    k_GLD, v_GLD = (
+        cache.double().mul(factor).transpose(0, 1) for cache, factor in ((k_LGD, spec.k_scale), (v_LGD, spec.v_scale))
     )
     allowed_QL = positions_mask(q_len, kv_len, spec, q_QHD.device)
     if mask_QL is not None:
         allowed_QL = mask_QL if allowed_QL is None else allowed_QL & mask_QL
     if allowed_QL is not None:  # what no query sees may hold NaN, and a weight of 0 times NaN is NaN
-        v_HLD = v_HLD.masked_fill(~allowed_QL.any(0)[:, None], 0.0)
+        v_GLD = v_GLD.masked_fill(~allowed_QL.any(0)[:, None], 0.0)
     step = max(1, _CHUNK_SCORES // max(1, spec.heads_q * kv_len))
     outs, lses, roundeds = [], [], []
     for start in range(0, max(1, q_len), step):  # once also without a query: empty results of the right shape
         rows = slice(start, min(q_len, start + step))
         # The keys that some of these rows may see: half of all in a causal prefill.
         keys = slice(0, max(0, min(kv_len, kv_len - q_len + rows.stop)) if spec.causal else kv_len)
-        q_HQD, k_HLd, v_HLd = q_QHD[rows].transpose(0, 1), k_HLD[:, keys], v_HLD[:, keys]
+        q_HQD, k_GLd, v_GLd = q_QHD[rows].transpose(0, 1), k_GLD[:, keys], v_GLD[:, keys]
         allowed = None if allowed_QL is None else allowed_QL[rows, keys]
-        bias = None if spec.alibi_slopes is None else _alibi(rows, keys, kv_len - q_len, spec.alibi_slopes, k_HLD)
-        s_HQL = _scores(q_HQD.double(), k_HLd, spec, bias, allowed)
-        out, lse = _softmax_times(s_HQL, v_HLd, spec)
+        bias = None if spec.alibi_slopes is None else _alibi(rows, keys, kv_len - q_len, spec.alibi_slopes, k_GLD)
+        s_HQL = _scores(q_HQD.double(), k_GLd, spec, bias, allowed)
+        out, lse = _softmax_times(s_HQL, v_GLd, spec)
         if spec.dtype == torch.float32:
-            s_HQL = _scores(q_HQD.float(), k_HLd.float(), spec, bias, allowed)
-            rounded, _ = _softmax_times(s_HQL, v_HLd.float(), spec)
+            s_HQL = _scores(q_HQD.float(), k_GLd.float(), spec, bias, allowed)
+            rounded, _ = _softmax_times(s_HQL, v_GLd.float(), spec)
         else:
-            rounded, _ = _softmax_times(s_HQL.float(), v_HLd, spec)
+            rounded, _ = _softmax_times(s_HQL.float(), v_GLd, spec)
             rounded = rounded.to(spec.dtype)
         outs.append(out.transpose(0, 1))
         lses.append(lse.transpose(0, 1))
@@ -87,13 +86,13 @@ def attend(
 
 def _scores(
     q_HQD: torch.Tensor,
-    k_HLD: torch.Tensor,
+    k_GLD: torch.Tensor,
     spec: AttentionSpec,
     bias_HQL: torch.Tensor | None,
     allowed_QL: torch.Tensor | None,
 ) -> torch.Tensor:
     """Scores [H, Q, L] before the softmax, in the dtype of q and K."""
-    s_HQL = (q_HQD @ k_HLD.transpose(1, 2)).mul_(spec.scale)
+    s_HQL = _by_groups(q_HQD, k_GLD.transpose(1, 2)).mul_(spec.scale)
     if spec.softcap is not None:
         s_HQL = spec.softcap * torch.tanh(s_HQL / spec.softcap)
     if bias_HQL is not None:
@@ -108,7 +107,14 @@ def _alibi(rows: slice, keys: slice, offset: int, slopes: tuple[float, ...], lik
     return -slopes_H11 * (diagonal - torch.arange(keys.stop, device=like.device)[None]).abs()
 
 
-def _softmax_times(s_HQL: torch.Tensor, v_HLD: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_groups(a_HQX: torch.Tensor, b_GXY: torch.Tensor) -> torch.Tensor:
+    """Product [H, Q, Y] of every head with what its KV head has, which is not copied for each head."""
+    heads, rows, width = a_HQX.shape
+    groups = len(b_GXY)
+    return (a_HQX.reshape(groups, heads // groups * rows, width) @ b_GXY).view(heads, rows, b_GXY.shape[2])
+
+
+def _softmax_times(s_HQL: torch.Tensor, v_GLD: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [H, Q, D_vo] in V's dtype and LSE [H, Q] in that of the scores.
 
     P (unnormalised, 0..1) has the scores' dtype; where V is wider it is rounded to the spec's for the product with V,
@@ -123,8 +129,8 @@ def _softmax_times(s_HQL: torch.Tensor, v_HLD: torch.Tensor, spec: AttentionSpec
     top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
     p_HQL = (s_HQL - top).exp_()
     total = p_HQL.sum(-1, keepdim=True) + (0.0 if sinks_H11 is None else torch.exp(sinks_H11 - top))
-    weights = p_HQL if p_HQL.dtype == v_HLD.dtype else p_HQL.to(spec.dtype).to(v_HLD.dtype)
-    out = (weights @ v_HLD) / total.clamp_min(torch.finfo(total.dtype).tiny)
+    weights = p_HQL if p_HQL.dtype == v_GLD.dtype else p_HQL.to(spec.dtype).to(v_GLD.dtype)
+    out = _by_groups(weights, v_GLD) / total.clamp_min(torch.finfo(total.dtype).tiny)
     lse = torch.where(total == 0, torch.full_like(total, float("-inf")), total.log() + top)  # NaN stays NaN
     return out, lse[..., 0]
 

@@ -37,14 +37,18 @@ from attention.replay.members import Member
 #: Members on the CPU, their spec and the device to compute on -> the truth of all their tokens, on that device.
 Oracle = Callable[[Sequence[Member], AttentionSpec, str], Truth]
 
+_MOST_KEYS = 1 << 26  # numbers of K of one call: half a gigabyte in float64
 _NUM_SEAL = 64  # bytes of a file's seal
 
 
 def compute(members: Sequence[Member], spec: AttentionSpec, device: str) -> Truth:
     """The oracle itself. Neighbours of one size are heads of one call: a GPU counts launches."""
     found = []
-    for _, alike in groupby(members, lambda m: (m.q_QHD.shape, m.k_LGD.shape, m.mask_QL is not None and id(m))):
-        found += _side_by_side(list(alike), spec, device)
+    for _, group in groupby(members, lambda m: (m.q_QHD.shape, m.k_LGD.shape, m.mask_QL is not None and id(m))):
+        alike = list(group)
+        num = max(1, _MOST_KEYS // max(1, alike[0].k_LGD.numel()))
+        for first in range(0, len(alike), num):
+            found += _side_by_side(alike[first : first + num], spec, device)
     return joined(found)
 
 
