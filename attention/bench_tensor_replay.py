@@ -3,21 +3,27 @@
     python -m attention.bench_tensor_replay --device cuda --out tensor_replay.json
     python -m attention.bench_tensor_replay --device cpu --seeds 1 --max-kv-len 300
 
-One layer of 32 query and 8 KV heads of 128 in bfloat16, every shape of the replay up to --max-kv-len, four kinds of
-inputs. Before the two runs that count, one seed compiles and warms up. `busy_share` is the lower bound of
-attention/replay/throughput.py; `utilisation` is what the driver says: the share of time in which a kernel ran (NVML,
-sampled ten times a second; null without it).
+As in a release both sides run at once, a process each, and share their truths: one begins with the last case, so that
+each computes about half. A side is one layer of 32 query and 8 KV heads of 128 in bfloat16, every shape of the replay
+up to --max-kv-len, four kinds of inputs. Before the two runs that count, one seed compiles and warms up.
+
+`utilisation` is what the driver says, the share of the wall time in which a kernel ran (NVML, sampled ten times a
+second; null without it). `shares` are of a side's wall time, the mean of both sides: spans of its work on the device,
+which hold the other side's turns too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -35,32 +41,79 @@ from attention.replay.truths import Truths, compute
 
 SPEC = AttentionSpec(32, 8, 128, 128, torch.bfloat16, 128**-0.5)
 INPUTS = ("normal", "needle", "large_logit", "sink")
+_DEFAULTS = {"cuda": "triton:paged", "cpu": "torch_sdpa:flash"}
 _PERIOD_S = 0.1
 
 
-def measure(device: str, backend: str, seeds: int, max_kv_len: int, folder: Path) -> dict[str, Any]:
+def measure(device: str, backends: tuple[str, str], seeds: int, max_kv_len: int, folder: Path) -> dict[str, Any]:
     """Figures of both runs; truths are kept in `folder`. UserError where a case raised."""
-    runs = []
-    for plan in ((seeds + 1,), *2 * (tuple(range(seeds)),)):
-        wanted = TensorPlan(seeds=plan, max_kv_len=max_kv_len, inputs=INPUTS)
-        runs.append(_replayed(device, backend, wanted, folder))
+    with ExitStack() as stack:
+        sides = [
+            stack.enter_context(_side(device, backend, max_kv_len, folder, backwards))
+            for backend, backwards in zip(backends, (False, True), strict=True)
+        ]
+        _both(sides, (seeds,), device)
+        first, second = (_both(sides, tuple(range(seeds)), device) for _ in range(2))
     name = torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
-    return {"device": name, "torch": torch.__version__, "backend": backend, "first": runs[1], "second": runs[2]}
+    return {"device": name, "torch": torch.__version__, "backends": backends, "first": first, "second": second}
 
 
-def _replayed(device: str, backend: str, plan: TensorPlan, folder: Path) -> dict[str, Any]:
+def _both(sides: list[Connection], seeds: tuple[int, ...], device: str) -> dict[str, Any]:
+    with _utilisation(device) as samples:
+        started = time.perf_counter()
+        for side in sides:
+            side.send(seeds)
+        found = [side.recv() for side in sides]
+        wall_s = time.perf_counter() - started
+    if errors := [one["error"] for one in found if "error" in one]:
+        raise UserError(errors[0])
+    num = sum(one["num_cases"] for one in found)
+    parts = {part for one in found for part in one["shares"]}
+    shares = {part: sum(one["shares"].get(part, 0.0) for one in found) / len(found) for part in sorted(parts)}
+    return {
+        "num_cases": num,
+        "wall_s": wall_s,
+        "cases_per_minute": 60 * num / wall_s,
+        "utilisation": sum(samples) / len(samples) / 100 if samples else None,
+        "oracle_share": shares["oracle"],
+        "shares": shares,
+        "computed": sum(one["computed"] for one in found),
+        "read": sum(one["read"] for one in found),
+    }
+
+
+@contextmanager
+def _side(device: str, backend: str, max_kv_len: int, folder: Path, backwards: bool) -> Iterator[Connection]:
+    """A process that replays the seeds it is sent and answers with figures."""
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=_replay, args=(there, device, backend, max_kv_len, folder, backwards), daemon=True)
+    process.start()
+    there.close()  # so that a side that dies is an end of file here
+    try:
+        yield here
+    except EOFError:
+        raise UserError(f"the process of {backend} died: exit {process.exitcode}") from None
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _replay(parent: Connection, device: str, backend: str, max_kv_len: int, folder: Path, backwards: bool) -> None:
     setup = Setup(model=Path("unused"), policy=Path("unused"), device=device)
     resolved: dict[Phase, str] = dict.fromkeys(("prefill", "decode", "extend"), backend)
-    with _utilisation(device) as samples:
+    while True:
+        plan = TensorPlan(seeds=parent.recv(), max_kv_len=max_kv_len, inputs=INPUTS)
         meter = Meter(device)
         truths = Truths(folder, meter.oracle(compute))
-        sources = tensor.Sources(oracle=truths, meter=meter)
+        sources = tensor.Sources(oracle=truths, meter=meter, backwards=backwards)
         rows = list(tensor.rows(setup, plan, [SPEC], ("bfloat16",), resolved, 1.0, sources=sources))
-        found = meter.summary(len(rows)).row()
-    if errors := [row["error"] for row in rows if "error" in row]:
-        raise UserError(f"{backend}: {len(errors)} of {len(rows)} cases raised: {errors[0]}")
-    utilisation = sum(samples) / len(samples) / 100 if samples else None
-    return {**found, "utilisation": utilisation, "computed": truths.num_computed, "read": truths.num_read}
+        errors = [row["error"] for row in rows if "error" in row]
+        if errors:
+            parent.send({"error": f"{backend}: {len(errors)} of {len(rows)} cases raised: {errors[0]}"})
+        else:
+            found = meter.summary(len(rows)).row()
+            parent.send({**found, "computed": truths.num_computed, "read": truths.num_read})
 
 
 @contextmanager
@@ -91,8 +144,8 @@ def main(argv: list[str] | None = None) -> int:
     """0 measured; 2 for bad flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cpu or cuda")
-    parser.add_argument("--backend", help="default: triton:paged, on the CPU torch_sdpa:flash")
-    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--backends", nargs=2, metavar=("A", "B"), help=f"of both sides (default: {_DEFAULTS})")
+    parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--max-kv-len", type=int, default=8192)
     parser.add_argument("--out", type=Path, help="JSON file; default: stdout")
     options = parser.parse_args(argv)
@@ -106,12 +159,11 @@ def _run(options: argparse.Namespace) -> int:
     check_device(options.device)
     check_count("--seeds", options.seeds)
     check_count("--max-kv-len", options.max_kv_len)
-    default = "triton:paged" if options.device.startswith("cuda") else "torch_sdpa:flash"
-    backend, *more = chosen(options.backend or default)
-    if more:
-        raise UserError(f"--backend {options.backend}: name one")
+    default = _DEFAULTS[options.device.split(":")[0]]
+    first, second = options.backends or (default, default)
+    chosen(f"{first},{second}")  # both exist
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(options.device, backend, options.seeds, options.max_kv_len, Path(folder))
+        found = measure(options.device, (first, second), options.seeds, options.max_kv_len, Path(folder))
     text = json.dumps(found, indent=1) + "\n"
     if options.out is None:
         print(text, end="")

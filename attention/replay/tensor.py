@@ -33,7 +33,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
-NUM_AHEAD = 12  # problems that are made while a GPU works, a thread each
+NUM_AHEAD = 4  # problems that are made while a GPU works, a thread each
 
 
 def cases(
