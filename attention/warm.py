@@ -45,8 +45,8 @@ class Share:
 #: Backends that compile at first use, the longest first, so that what is left at the end is short: on a core, about
 #: 640 s a module of fa3, 190 s of fa2, 40 s of xqa, 10 s a case of Triton. None has all cores.
 COMPILING = {
-    "flashinfer:fa3": Share(2, cores=5),
-    "flashinfer:fa2": Share(3, cores=2),
+    "flashinfer:fa3": Share(3, cores=4),
+    "flashinfer:fa2": Share(2, cores=2),
     "flashinfer:xqa": Share(3, cores=2),
     "flex_attention:triton": Share(4),
     "triton:paged": Share(4),
