@@ -34,7 +34,7 @@ import torch
 from attention import half_weights
 from attention.dispatch import Dispatcher
 from attention.errors import UserError, exit_code
-from attention.flags import check_count
+from attention.flags import check_count, check_out
 from attention.job import ModelPlan, Prompt
 from attention.model import Runner, specs_of
 from attention.model_config import resolve_dtype
@@ -308,6 +308,7 @@ def _run(options: argparse.Namespace) -> int:
     check_device(options.device)
     for flag in ("prompts", "tokens", "decode", "rounds"):
         check_count(f"--{flag}", getattr(options, flag))
+    check_out(options.out)
     if options.decode >= options.tokens:
         raise UserError(f"--decode {options.decode}: use fewer than --tokens {options.tokens}")
     size = Size(options.prompts, options.tokens, options.decode, options.rounds)

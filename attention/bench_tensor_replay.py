@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import signal
 import sys
 import tempfile
 import threading
@@ -32,8 +33,9 @@ import torch
 from attention.backends.base import AttentionSpec
 from attention.cases import Phase
 from attention.errors import UserError, exit_code
-from attention.flags import check_count
+from attention.flags import check_count, check_out
 from attention.job import Setup, TensorPlan
+from attention.lifetime import die_with_parent, end_on_sigterm
 from attention.replaced import replaced
 from attention.replay import tensor
 from attention.replay.throughput import Meter
@@ -92,14 +94,16 @@ def _side(device: str, backend: str, max_kv_len: int, folder: Path, backwards: b
     there.close()  # so that a side that dies is an end of file here
     try:
         yield here
-    except EOFError:
-        raise UserError(f"the process of {backend} died: exit {process.exitcode}") from None
+    except (EOFError, ConnectionError):
+        raise UserError("the process of a side died: killed, out of memory, or a kernel that crashed") from None
     finally:
         process.terminate()
         process.join()
 
 
 def _replay(parent: Connection, device: str, backend: str, max_kv_len: int, folder: Path, backwards: bool) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both sides too; the parent ends them
+    die_with_parent()
     setup = Setup(model=Path("unused"), policy=Path("unused"), device=device)
     resolved: dict[Phase, str] = dict.fromkeys(("prefill", "decode", "extend"), backend)
     while True:
@@ -149,6 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-kv-len", type=int, default=8192)
     parser.add_argument("--out", type=Path, help="JSON file; default: stdout")
     options = parser.parse_args(argv)
+    end_on_sigterm()
     return exit_code(lambda: _run(options))
 
 
@@ -159,6 +164,7 @@ def _run(options: argparse.Namespace) -> int:
     check_device(options.device)
     check_count("--seeds", options.seeds)
     check_count("--max-kv-len", options.max_kv_len)
+    check_out(options.out)
     default = _DEFAULTS[options.device.split(":")[0]]
     first, second = options.backends or (default, default)
     chosen(f"{first},{second}")  # both exist

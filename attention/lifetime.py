@@ -21,6 +21,11 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def end_on_sigterm() -> None:
+    """A service manager's stop is a Ctrl-C: what this process started is ended and nothing is half-written."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 def end_group(leader: subprocess.Popen[Any]) -> None:
     """Kill the leader of a process group and the whole group: a compiler outlives the worker that called it."""
     with suppress(ProcessLookupError):

@@ -82,7 +82,7 @@ def tripped(figures: Sequence[Figures], limits: Limits, without: str | None = No
     found = []
     for one in expectations():
         values = _column(figures, one.column)
-        held = all(value <= limits.value(one.parameters[0]) for value in values)
+        held = all(0 <= value <= limits.value(one.parameters[0]) for value in values)
         absent = not values and one.column not in _OPTIONAL
         if _name(one) != without and (absent or not held):
             found.append(_name(one))
@@ -91,13 +91,18 @@ def tripped(figures: Sequence[Figures], limits: Limits, without: str | None = No
 
 def _column(figures: Sequence[Figures], column: str) -> list[float]:
     """Figures of one column of the gate's frame, as gates/replay_tensor.py has it."""
-    pairs = [(one.r_rms, one.champion_r_rms) for one in figures if one.champion_r_rms is not None]
+    pairs = [(one.r_rms, _finite(one.champion_r_rms)) for one in figures if one.champion_r_rms is not None]
     if column == "times_champion":
         return [r_rms / max(champion, 1.0) for r_rms, champion in pairs]
     if column == "pooled_times_champion":
         mine, theirs = (math.hypot(*(pair[side] for pair in pairs)) for side in (0, 1))
         return [mine / theirs if theirs else math.nan] if pairs else []
     return [value for value in (getattr(one, column) for one in figures) if value is not None]
+
+
+def _finite(value: float) -> float:
+    """NaN for a champion of infinite error, beside whom all would be well."""
+    return value if 0 <= value < math.inf else math.nan
 
 
 def is_no_op(rows: Sequence[Row], limit: float) -> bool:

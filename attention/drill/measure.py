@@ -23,6 +23,7 @@ from attention.drill.rows import Row
 from attention.drill.workers import mapped
 from attention.errors import UserError, exit_code
 from attention.flags import check_count
+from attention.lifetime import end_on_sigterm
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="repeat a drill; default: a fresh seed")
     parser.add_argument("--jobs", type=int, default=1, help="draws that are measured at a time, a process each")
     args = parser.parse_args(argv)
+    end_on_sigterm()
     return exit_code(lambda: measure(args.plan, args.out, args.frozen, args.seed, args.jobs))
 
 

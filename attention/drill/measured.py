@@ -84,11 +84,18 @@ class Folder:
         write_rows(self._file(number), rows)
 
     def rows(self, asked: Asked) -> Iterator[list[Row]]:
-        """Rows draw by draw. Raises UserError where one was not measured."""
+        """Rows draw by draw. Raises UserError where one was not measured, or a file is empty or of another draw."""
         missing = [number for number, _ in self.left(asked)]
         if missing:
             raise UserError(f"{self.path}: {len(missing)} draws are missing; measure on with --out {self.path}")
-        return (read_rows(self._file(number)) for number, _ in enumerate(draws(asked.plan, asked.seed)))
+        return (self._rows_of(number, draw) for number, draw in enumerate(draws(asked.plan, asked.seed)))
+
+    def _rows_of(self, number: int, draw: Draw) -> list[Row]:
+        path, wanted = self._file(number), vars(draw)
+        rows = read_rows(path)
+        if not rows or any(getattr(row, name) != value for row in rows for name, value in wanted.items()):
+            raise UserError(f"{path}: not the rows of draw {number}; delete it and measure on with --out {self.path}")
+        return rows
 
     def _file(self, number: int) -> Path:
         return self.path / f"draw-{number:04}.parquet"

@@ -97,7 +97,7 @@ def read_rows(path: Path) -> list[Row]:
     try:
         return [_row(one) for one in pq.read_table(path, schema=_SCHEMA).to_pylist()]
     except (OSError, pa.ArrowException, TypeError, KeyError) as error:
-        raise UserError(f"{path}: no rows of a drill: {error}; measure them again") from error
+        raise UserError(f"{path}: no rows of a drill: {error}; delete it, and measure on") from error
 
 
 def _row(one: dict[str, Any]) -> Row:

@@ -5,20 +5,43 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any
+
+from attention.errors import UserError
+from attention.lifetime import die_with_parent
 
 
 @contextmanager
 def mapped(num: int, *, ordered: bool = True) -> Iterator[Callable[..., Iterable[Any]]]:
-    """`map` over `num` processes, in this one where one would do. An interruption ends them at once."""
+    """`map` over `num` processes, in this one where one would do. An interruption ends them at once.
+
+    Raises UserError where a process dies: a draw of it has no result, and to wait for it would be to wait for ever.
+    """
     if num < 2:
         yield map
         return
-    with multiprocessing.get_context("spawn").Pool(num, _deaf) as pool:
-        yield pool.imap if ordered else pool.imap_unordered
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(num, multiprocessing.get_context("spawn"), initializer=_alone)
+
+    def unordered(call: Callable[..., Any], items: Iterable[Any]) -> Iterator[Any]:
+        yield from (done.result() for done in as_completed([pool.submit(call, item) for item in items]))
+
+    try:
+        yield pool.map if ordered else unordered
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a worker process died (killed, out of memory, or a kernel that crashed): run it again"
+        ) from error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in set(multiprocessing.active_children()) - others:
+            child.terminate()
 
 
-def _deaf() -> None:
-    """Ctrl-C reaches the whole process group; the parent ends its workers."""
+def _alone() -> None:
+    """Ctrl-C reaches the whole process group; the parent ends its workers, and they end with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()

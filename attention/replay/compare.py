@@ -201,7 +201,7 @@ def _compiled() -> Callable[..., torch.Tensor]:
 
 
 def _top(logits_RV: torch.Tensor, k: int, groups: tuple[int, ...] = _GROUPS) -> torch.Tensor:
-    """Indices [R, k] of the k largest logits, largest first; of equals the first.
+    """Indices [R, k] of the k largest logits, largest first; of equals that stand beside each other, the first.
 
     Each of them lies in one of the k groups with the largest maxima, or in the rest that fills no group: one pass over
     the logits instead of one a radix digit. What is left is looked through in smaller groups.
@@ -209,7 +209,11 @@ def _top(logits_RV: torch.Tensor, k: int, groups: tuple[int, ...] = _GROUPS) -> 
     num_rows, vocab = logits_RV.shape
     size, *finer = groups or (0,)
     if not groups or vocab // size <= k:
-        return logits_RV.topk(min(k, vocab)).indices
+        found = logits_RV.topk(min(k, vocab))
+        # topk gives equals in any order: the first of them is what argmax calls the next token.
+        by_place = found.indices.sort(-1).indices
+        by_value = found.values.gather(1, by_place).sort(dim=-1, descending=True, stable=True).indices
+        return found.indices.gather(1, by_place.gather(1, by_value))
     whole = vocab // size * size
     maxima_RG = logits_RV[:, :whole].unflatten(1, (-1, size)).amax(-1)
     chosen_RK = maxima_RG.topk(k).indices.sort(-1).values  # in order: the first of equals is the first index

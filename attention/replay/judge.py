@@ -7,6 +7,7 @@ errors, never a smaller table that passes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from attention.replay.truths import Oracle, compute
 from attention.yaml_file import read_yaml
 
 RATIOS = ("r_rms", "r_max", "r_row")
-LIMITS = (*RATIOS, "lse", "times_champion")
+LIMITS = (*RATIOS, "lse", "times_champion", "pooled_times_champion")
 Verdict = Literal["pass", "error", "fail"]
 
 
@@ -58,9 +59,25 @@ def load_limits(path: Path) -> dict[str, float]:
 
 
 def judge(a: Recording, b: Recording, limits: dict[str, float], oracle: Oracle = compute) -> list[Judged]:
-    """Every case of either recording, in the order of A."""
+    """Every case of either recording, in the order of A; then a row for each dtype class whose cases together fail."""
     giving = frozenset(entry.backend for entry in b.manifest.entries if entry.has_lse)
-    return [_judge_one(key, a, b, limits, oracle, giving) for key in dict.fromkeys([*a.index, *b.index])]
+    rows = [_judge_one(key, a, b, limits, oracle, giving) for key in dict.fromkeys([*a.index, *b.index])]
+    classes = dict.fromkeys(row.dtype_class for row in rows)
+    pooled = (_pooled(name, [row for row in rows if row.dtype_class == name], limits) for name in classes)
+    return rows + [row for row in pooled if row is not None]
+
+
+def _pooled(dtype_class: str, rows: list[Judged], limits: dict[str, float]) -> Judged | None:
+    """The root mean square of B's R_rms over A's, where it fails: rounding that is a little worse everywhere."""
+    both = [(row.b["r_rms"], row.a["r_rms"]) for row in rows if row.a and row.b]
+    pairs = [pair for pair in both if all(map(math.isfinite, pair))]  # the others have failed by themselves
+    limit = limits.get(f"pooled_times_champion.{dtype_class}", limits["pooled_times_champion"])
+    mine, theirs = (math.hypot(*(pair[side] for pair in pairs)) for side in (0, 1))
+    if not pairs or mine <= limit * theirs:
+        return None
+    value = mine / theirs if theirs else math.inf
+    reason = f"pooled_times_champion {value:.3g} > {limit:g}"
+    return Judged(f"all of {dtype_class}", "all", -1, dtype_class, None, None, "fail", (reason,))
 
 
 def worst(rows: list[Judged]) -> Verdict:

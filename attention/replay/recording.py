@@ -27,6 +27,7 @@ from attention.backends import create
 from attention.backends.oracle import Truth
 from attention.cases import AttentionCase, Inputs
 from attention.errors import UserError
+from attention.replaced import replaced
 from attention.replay.environment import Environment
 from attention.replay.problems import Problem, build, members_of, spec_of
 from attention.replay.truths import Oracle, question_of
@@ -124,10 +125,13 @@ def record(
         entries.append(entry)
         arrays.update({f"{i}.{name}": array for name, array in tensors.items()})
         progress(i + 1, len(asked))
-    np.savez(out / TENSORS, **arrays)  # type: ignore[arg-type]
-    digest = hashlib.sha256((out / TENSORS).read_bytes()).hexdigest()
+    with replaced(out / TENSORS) as fresh:
+        with fresh.open("wb") as sink:  # a name would get an ending
+            np.savez(sink, **arrays)  # type: ignore[arg-type]
+        digest = hashlib.sha256(fresh.read_bytes()).hexdigest()
     manifest = environment.model_copy(update={"entries": tuple(entries), "tensors_sha256": digest})
-    (out / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n")
+    with replaced(out / MANIFEST) as fresh:
+        fresh.write_text(manifest.model_dump_json(indent=1) + "\n")
     return manifest
 
 

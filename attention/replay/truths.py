@@ -18,8 +18,9 @@ import math
 import os
 import threading
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from itertools import groupby
@@ -147,16 +148,22 @@ def _read(path: Path, key: str, shape_QHD: tuple[int, int, int], dtype: torch.dt
 
 
 def _write(path: Path, key: str, truth: Truth, dtype: torch.dtype) -> None:
-    """Whole or not at all. The rounded output is exact in its own dtype, so it costs 2 bytes and not 8."""
+    """Whole, or with a warning not at all. Rounded output is exact in its own dtype, so it costs 2 bytes and not 8."""
     parts = [_raw(t) for t in (truth.out_QHD, truth.lse_QH, truth.rounded_QHD.to(dtype))]
     with _on_host(parts) as staged:
         seal = _seal(key, parts)  # while the copies run
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
-    with temporary.open("wb") as sink:
-        sink.write(seal)
-        for part in staged:
-            sink.write(part.numpy().data)
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as sink:
+            sink.write(seal)
+            for part in staged:
+                sink.write(part.numpy().data)
+        temporary.replace(path)
+    except OSError as error:  # a full disk, a folder to read alone: the truth is known, and not remembered
+        warnings.warn(f"{path.parent}: truths are not kept: {error.strerror}", stacklevel=2)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -234,7 +234,7 @@ def test_limits_are_those_of_the_gate(tmp_path: Path) -> None:
     (tmp_path / "less.yaml").write_text("default: {replay: {r_rms: {value: 1}}}\n")
     from attention.errors import UserError
 
-    with pytest.raises(UserError, match=r"lacks lse, r_max, r_row, times_champion"):
+    with pytest.raises(UserError, match=r"lacks lse, pooled_times_champion, r_max, r_row, times_champion"):
         judge.load_limits(tmp_path / "less.yaml")
     with pytest.raises(UserError, match="no thresholds of a replay gate"):
         judge.load_limits(Path(__file__).parents[2] / "data/plans/demo.yaml")
