@@ -554,14 +554,18 @@ def _captured(runner: Any, job: ReplayJob, specs: list[Any], out: Path) -> Any:
 
 def _compare(args: argparse.Namespace) -> int:
     if args.recordings:
-        from attention.replay import prompts, states
+        from attention.replay import states
         from attention.replay.command import compare_recordings
 
         if len(args.recordings) != 2 or args.job is not None:
             raise UserError("compare takes two recordings, A and B, or --job")
         check_device(args.device)
         of_prompts = any(states.is_recording(folder) for folder in args.recordings)
-        return prompts.compare_prompts(args) if of_prompts else compare_recordings(args)
+        if not of_prompts:
+            return compare_recordings(args)
+        from attention.replay.prompts import compare_prompts
+
+        return compare_prompts(args)
     from attention.replay.prompts import compare_sides
 
     write_result(args.out, compare_sides(_job(args, CompareJob)))

@@ -32,6 +32,7 @@ class EvidenceError(UserError):
     """Evidence that cannot be read: a gate makes an error of it, a command its one line."""
 
 
+_OURS = ("attention", "data", "flows", "gates", "tasks", "")  # a module of these that lacks is a defect
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, 80, 80, 80
 
@@ -91,6 +92,10 @@ def exit_code(run: Callable[[], int]) -> int:
         print(f"error: {UserError.of_system(error)}", file=sys.stderr)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in _OURS:
+            raise
+        print(f"error: this command needs {error.name}, which is not installed: pip install it", file=sys.stderr)
     except KeyboardInterrupt:
         return 130
     return 2

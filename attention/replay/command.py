@@ -60,6 +60,8 @@ def record_cases(args: argparse.Namespace, setup: Setup, progress: Any) -> int:
 
 def compare_recordings(args: argparse.Namespace) -> int:
     """Judge recording B beside recording A. Exit 1: a case failed; 3: a case gave nothing to judge."""
+    if args.floor is not None:
+        raise UserError("--floor is for recordings of prompts; these are of cases")
     a, b = (Recording(Path(folder)) for folder in args.recordings)
     rows = judge.judge(a, b, judge.load_limits(args.limits), Truths(args.truths) if args.truths else compute)
     verdict = judge.worst(rows)

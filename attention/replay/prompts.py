@@ -166,6 +166,8 @@ def record_prompts(args: argparse.Namespace, setup: Setup, progress: Any) -> int
 def compare_prompts(args: argparse.Namespace) -> int:
     """Judge recording B of prompts beside recording A. Exit 1: a limit is passed; 3: nothing to judge."""
     a, b = (States(folder) for folder in args.recordings)
+    if args.floor and args.floor.resolve() in {folder.resolve() for folder in args.recordings}:
+        raise UserError(f"--floor {args.floor}: it is A or B itself; record a second sound execution of A")
     second = States(args.floor) if args.floor else None
     compare.check_pair(a, b)
     limits = summary.load_limits(args.limits, b.manifest.dtype)

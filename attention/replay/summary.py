@@ -29,15 +29,16 @@ def load_limits(path: Path, dtype: str) -> dict[str, float]:
 
 
 def reasons(figures: Figures, floors: Figures | None, limits: dict[str, float]) -> list[str]:
-    """What is beyond a limit, or beyond its multiple of the floor where there is one. NaN is beyond every limit."""
+    """What is beyond a limit or beyond its multiple of the floor; without one, of the least floor that is believed.
+
+    NaN is beyond every limit.
+    """
     found = []
     for mode, mine in figures.items():
         for name in FIGURES:
-            bounds = {f"{limits[name]:g}": limits[name]}
-            if floors is not None:
-                floor = max(_value(floors[mode], name), limits[f"{name}_floor_least"])
-                ratio = limits[f"{name}_floor_ratio"]
-                bounds[f"{ratio:g} times the floor of {floor:.3g}"] = ratio * floor
+            least, ratio = limits[f"{name}_floor_least"], limits[f"{name}_floor_ratio"]
+            floor = least if floors is None else max(_value(floors[mode], name), least)
+            bounds = {f"{limits[name]:g}": limits[name], f"{ratio:g} times the floor of {floor:.3g}": ratio * floor}
             value = _value(mine, name)
             for bound, allowed in bounds.items():
                 if not value <= _slack(name, allowed, mine["positions"]):

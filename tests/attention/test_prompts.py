@@ -50,9 +50,12 @@ def champion(record: Callable[..., Path]) -> Path:
 def test_a_sound_candidate_passes_beside_the_champion_and_its_floor(
     champion: Path, record: Callable[..., Path], capsys: Capture
 ) -> None:
-    candidate = record("cpu-flash")
+    candidate, second = record("cpu-flash"), record("cpu-flash")
     assert "3 prompts, " in capsys.readouterr().out
-    assert main(["compare", str(champion), str(candidate), "--floor", str(candidate)]) == 0
+    for own in (champion, candidate):
+        assert main(["compare", str(champion), str(candidate), "--floor", str(own)]) == 2
+        assert "it is A or B itself" in capsys.readouterr().err
+    assert main(["compare", str(champion), str(candidate), "--floor", str(second)]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"A {champion}: torch ")
     assert "decode: 12 positions, KL mean " in out
@@ -70,7 +73,8 @@ def test_a_faulty_candidate_fails_with_the_figure_and_its_limit(
     assert main(["compare", str(champion), str(broken), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "fail"
-    assert [reason.split()[:2] for reason in found["reasons"]] == [["decode", name] for name in summary.FIGURES]
+    named = dict.fromkeys(tuple(reason.split()[:2]) for reason in found["reasons"])
+    assert list(named) == [("decode", name) for name in summary.FIGURES]
     assert found["figures"]["prefill"]["kl_mean"] == 0
     assert (found["floor"], found["b"]["confirmed"]["decode"]) == (None, "torch_sdpa:math")
     assert "content" not in json.dumps(found), "figures leave the folder, texts do not"
@@ -84,14 +88,15 @@ def test_recordings_of_cases_and_of_prompts_do_not_mix(champion: Path, tmp_path:
 def test_a_floor_tightens_and_a_small_one_is_raised_to_the_least() -> None:
     limits = summary.load_limits(REPO / "gates/thresholds.yaml", "float32")
     one = {"positions": 500.0, "kl_mean": 1e-6, "kl_p999": 1e-9, "flips": 0.0, "flip_margin": 0.0}
-    assert summary.reasons({"prefill": one}, None, limits) == []
     nothing = {**one, "kl_mean": 0.0}
-    assert summary.reasons({"prefill": one}, {"prefill": nothing}, limits) == [
-        "prefill kl_mean 1e-06 > 2 times the floor of 1e-09"
-    ]
+    for floors in (None, {"prefill": nothing}):  # without a floor the least one holds: float32 is not judged as bf16
+        assert summary.reasons({"prefill": one}, floors, limits) == [
+            "prefill kl_mean 1e-06 > 2 times the floor of 1e-09"
+        ]
     assert summary.reasons({"prefill": one}, {"prefill": {**one, "kl_mean": 6e-7}}, limits) == []
     assert summary.reasons({"prefill": {**one, "kl_mean": float("nan")}}, None, limits) == [
-        "prefill kl_mean nan > 0.002"
+        "prefill kl_mean nan > 0.002",
+        "prefill kl_mean nan > 2 times the floor of 1e-09",
     ]
 
 
