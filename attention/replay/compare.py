@@ -120,18 +120,15 @@ def check_pair(a: States, b: States) -> None:
 
 def _places(a: States) -> Columns:
     """Mode, prompt and position of every row."""
-    modes: list[Mode] = []
-    prompts: list[int] = []
-    places: list[int] = []
-    for mode in MODES:
-        for i, where in positions(a.manifest, mode):
-            modes += [mode] * len(where)
-            prompts += [i] * len(where)
-            places += where
+    where = {mode: [places for _, places in positions(a.manifest, mode)] for mode in MODES}
+    ranges = [places for mode in MODES for places in where[mode]]
+    lens = np.array([len(places) for places in ranges], dtype=np.int64)
+    starts = np.array([places.start for places in ranges], dtype=np.int64)
+    num = len(a.manifest.prompts)
     return {
-        "mode": np.array(modes),
-        "prompt": np.array(prompts, dtype=np.int64),
-        "position": np.array(places, dtype=np.int64),
+        "mode": np.repeat(np.array(MODES), [sum(map(len, where[mode])) for mode in MODES]),
+        "prompt": np.repeat(np.tile(np.arange(num), len(MODES)), lens),
+        "position": np.arange(lens.sum()) + np.repeat(starts - (lens.cumsum() - lens), lens),
     }
 
 
