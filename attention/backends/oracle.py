@@ -1,11 +1,11 @@
 """The oracle: attention in float64, the truth that every backend's error is measured against.
 
 Also the error that a dtype class itself makes. 16 bits: float64 products, rounded where a kernel of that
-class must round: scores, P and its sum are float32 (every class accumulates there), P has 16 bits in the
-second product, and so has the output. float32: eager attention in float32, since there the sums themselves
-are most of the error and it grows with the length. A sound kernel's error is of that size; dividing by it gives
-ratios that mean the same at every shape and length, which no absolute tolerance does (error scale falls
-with 1/sqrt(kv_len)).
+class rounds: scores and P are float32 (every class accumulates there), P has 16 bits in the second
+product, and so has the output; see `_rounded` for sums and parts. float32: eager attention in float32,
+since there the sums themselves are most of the error and it grows with the length. A sound kernel's error
+is of that size; dividing by it gives ratios that mean the same at every shape and length, which no
+absolute tolerance does (error scale falls with 1/sqrt(kv_len)).
 
 Works in query chunks, so that memory stays near `chunk * kv_len * heads` float64 numbers.
 """
@@ -21,6 +21,7 @@ from attention.cases import AttentionCase
 from attention.reasons import Reason
 
 _CHUNK_SCORES = 1 << 24  # float64 scores held at once: 128 MB
+_LEAST_PART, _MOST_PARTS = 128, 4  # keys of a part whose output is rounded, and how many parts there are
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,7 @@ def attend(
             s_HQL = _scores(q_HQD.float(), k_GLd.float(), spec, bias, allowed)
             rounded, _ = _softmax_times(s_HQL, v_GLd.float(), spec)
         else:
-            rounded, _ = _softmax_times(s_HQL.float(), v_GLd, spec)
-            rounded = rounded.to(spec.dtype)
+            rounded = _rounded(s_HQL.float(), v_GLd, spec, out)
         outs.append(out.transpose(0, 1))
         lses.append(lse.transpose(0, 1))
         roundeds.append(rounded.double().transpose(0, 1))
@@ -115,11 +115,16 @@ def _by_groups(a_HQX: torch.Tensor, b_GXY: torch.Tensor) -> torch.Tensor:
 
 
 def _softmax_times(s_HQL: torch.Tensor, v_GLD: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [H, Q, D_vo] in V's dtype and LSE [H, Q] in that of the scores.
+    """Output [H, Q, D_vo] and LSE [H, Q] in the dtype of the arguments."""
+    p_HQL, sunk, top = _weights(s_HQL, spec)
+    total = p_HQL.sum(-1, keepdim=True) + sunk
+    out = _by_groups(p_HQL, v_GLD) / total.clamp_min(torch.finfo(total.dtype).tiny)
+    lse = torch.where(total == 0, torch.full_like(total, float("-inf")), total.log() + top)  # NaN stays NaN
+    return out, lse[..., 0]
 
-    P (unnormalised, 0..1) has the scores' dtype; where V is wider it is rounded to the spec's for the product with V,
-    its sum never.
-    """
+
+def _weights(s_HQL: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor]:
+    """P (unnormalised, 0..1), the sinks' part of its sum, and the score that P is relative to."""
     # amax refuses an empty dimension: without a key every row is empty.
     top = s_HQL.amax(-1, keepdim=True) if s_HQL.shape[-1] else s_HQL.new_zeros(*s_HQL.shape[:2], 1)
     sinks_H11 = None
@@ -127,12 +132,30 @@ def _softmax_times(s_HQL: torch.Tensor, v_GLD: torch.Tensor, spec: AttentionSpec
         sinks_H11 = torch.tensor(spec.sinks, dtype=s_HQL.dtype, device=s_HQL.device)[:, None, None]
         top = torch.maximum(top, sinks_H11)
     top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
-    p_HQL = (s_HQL - top).exp_()
-    total = p_HQL.sum(-1, keepdim=True) + (0.0 if sinks_H11 is None else torch.exp(sinks_H11 - top))
-    weights = p_HQL if p_HQL.dtype == v_GLD.dtype else p_HQL.to(spec.dtype).to(v_GLD.dtype)
-    out = _by_groups(weights, v_GLD) / total.clamp_min(torch.finfo(total.dtype).tiny)
-    lse = torch.where(total == 0, torch.full_like(total, float("-inf")), total.log() + top)  # NaN stays NaN
-    return out, lse[..., 0]
+    return (s_HQL - top).exp_(), 0.0 if sinks_H11 is None else torch.exp(sinks_H11 - top), top
+
+
+def _rounded(s_HQL: torch.Tensor, v_GLD: torch.Tensor, spec: AttentionSpec, exact_HQD: torch.Tensor) -> torch.Tensor:
+    """The output in float64 as a kernel of 16 bits rounds it: of two ways, element by element what is farther off.
+
+    One sums P as it is and rounds the output. The other sums P as it was rounded for the product, and rounds the
+    outputs of parts of the keys too before it merges them, as FlashInfer's FA2 kernels do.
+    """
+    p_HQL, sunk, _ = _weights(s_HQL, spec)
+    total = (p_HQL.sum(-1, keepdim=True) + sunk).double()
+    p_HQL, tiny = p_HQL.to(spec.dtype).double(), torch.finfo(torch.float64).tiny
+    length = max(_LEAST_PART, -(-s_HQL.shape[-1] // _MOST_PARTS))
+    whole, merged, merged_total = torch.zeros_like(exact_HQD), torch.zeros_like(exact_HQD), torch.zeros_like(total)
+    for part_HQL, v_part in zip(p_HQL.split(length, -1), v_GLD.split(length, 1), strict=True):
+        product, part_total = _by_groups(part_HQL, v_part), part_HQL.sum(-1, keepdim=True)
+        whole += product
+        merged += (product / part_total.clamp_min(tiny)).to(spec.dtype).double().mul_(part_total)
+        merged_total += part_total
+    one, other = (
+        (out / norm.clamp_min(tiny)).to(spec.dtype).double()
+        for out, norm in ((whole, total), (merged, merged_total + sunk))
+    )
+    return torch.where((other - exact_HQD).abs() > (one - exact_HQD).abs(), other, one)
 
 
 class OracleBackend:

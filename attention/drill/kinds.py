@@ -103,8 +103,8 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "bf16_accumulation",
-        "the accumulator is bfloat16, rounded every 8 keys",
-        Fault(defects=Defects(accumulate=torch.bfloat16), variant=Variant(block=8)),
+        "the accumulator is bfloat16, rounded every 4 keys",
+        Fault(defects=Defects(accumulate=torch.bfloat16), variant=Variant(block=4)),
         "pooled_times_champion",
     ),
     Kind("padding_leak", "the slot after the last key is read", Fault(reader=faults.slot_leaks), "r_row"),
