@@ -69,6 +69,7 @@ def test_stopped_it_goes_on_with_what_is_left_under_the_same_seed(
     assert len(files(tmp_path / "rows")) == 3
 
 
+@pytest.mark.slow  # two processes that import torch
 def test_side_by_side_a_seed_gives_the_same_rows(words: list[str], tmp_path: Path) -> None:
     measure.main([*words, "--seed", "3"])
     more = ["--out", str(tmp_path / "apart"), "--seed", "3", "--jobs", "2"]
