@@ -1,7 +1,7 @@
 """Root-mean-square norms on a GPU: torch's one kernel in place of the eight that a model's own code launches.
 
-On an H200 the eight took a fifth of the time of a forward of SmolLM2-135M over 16,384 tokens (torch.profiler). Both
-sides of a replay and the server run the same; serving engines fuse these norms too.
+On an H200 a forward of SmolLM2-135M's shape over 16,384 tokens took 18.4 ms of kernels with it and 24.9 without
+(torch.profiler). Both sides of a replay and the server run the same; serving engines fuse these norms too.
 """
 
 from __future__ import annotations
