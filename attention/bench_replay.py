@@ -18,7 +18,6 @@ Prompts are random tokens of equal length, since the static cache knows no other
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import sys
@@ -39,7 +38,7 @@ from attention.job import ModelPlan, Prompt
 from attention.model import Runner, specs_of
 from attention.model_config import resolve_dtype
 from attention.policy import Policy
-from attention.replaced import replaced
+from attention.replaced import put_json
 from attention.replay import compare, model
 from attention.replay.model import batching
 from attention.replay.states import Manifest, Sink, States
@@ -317,12 +316,7 @@ def _run(options: argparse.Namespace) -> int:
     found = measure(
         options.model, options.device, (first, second), size, lambda text: print(text, file=sys.stderr, flush=True)
     )
-    text = json.dumps(found, indent=1) + "\n"
-    if options.out is None:
-        print(text, end="")
-        return 0
-    with replaced(options.out) as fresh:
-        fresh.write_text(text)
+    put_json(found, options.out)
     return 0
 
 

@@ -15,7 +15,6 @@ which hold the other side's turns too.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import signal
 import sys
@@ -36,7 +35,7 @@ from attention.errors import UserError, exit_code
 from attention.flags import check_count, check_out
 from attention.job import Setup, TensorPlan
 from attention.lifetime import die_with_parent, end_on_sigterm
-from attention.replaced import replaced
+from attention.replaced import put_json
 from attention.replay import tensor
 from attention.replay.throughput import Meter
 from attention.replay.truths import Truths, compute
@@ -170,12 +169,7 @@ def _run(options: argparse.Namespace) -> int:
     chosen(f"{first},{second}")  # both exist
     with tempfile.TemporaryDirectory() as folder:
         found = measure(options.device, (first, second), options.seeds, options.max_kv_len, Path(folder))
-    text = json.dumps(found, indent=1) + "\n"
-    if options.out is None:
-        print(text, end="")
-        return 0
-    with replaced(options.out) as fresh:
-        fresh.write_text(text)
+    put_json(found, options.out)
     return 0
 
 

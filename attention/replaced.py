@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -21,3 +23,13 @@ def replaced(path: Path) -> Iterator[Path]:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
+
+
+def put_json(document: Any, path: Path | None) -> None:
+    """A document into a file, whole; None is stdout."""
+    text = json.dumps(document, indent=1) + "\n"
+    if path is None:
+        print(text, end="")
+        return
+    with replaced(path) as fresh:
+        fresh.write_text(text)

@@ -35,7 +35,7 @@ from attention.private import private_folder
 from attention.replay.digest import digest
 from attention.replay.members import Member
 
-#: Members on the CPU, their spec and the device to compute on -> the truth of all their tokens, on that device.
+#: Members, their spec and the device to compute on -> the truth of all their tokens, on that device.
 Oracle = Callable[[Sequence[Member], AttentionSpec, str], Truth]
 
 _MOST_KEYS = 1 << 26  # numbers of K of one call: half a gigabyte in float64

@@ -238,3 +238,16 @@ def test_limits_are_those_of_the_gate(tmp_path: Path) -> None:
         judge.load_limits(tmp_path / "less.yaml")
     with pytest.raises(UserError, match="no thresholds of a replay gate"):
         judge.load_limits(Path(__file__).parents[2] / "data/plans/demo.yaml")
+
+
+@pytest.mark.parametrize(("share", "fails"), [(0.99, False), (1.01, True)])
+def test_rounding_that_is_worse_everywhere_fails_where_no_case_does(share: float, fails: bool) -> None:
+    limits = judge.load_limits(LIMITS)
+    theirs = 0.6
+    mine = share * limits["pooled_times_champion"] * theirs
+    assert mine < min(limits["times_champion"], limits["r_rms"])
+    row = judge.Judged("c", "normal", 0, "bfloat16", "a", "b", "pass", (), {"r_rms": theirs}, {"r_rms": mine})
+    found = judge._pooled("bfloat16", [row, row], limits)
+    assert (found is not None) is fails
+    if found is not None:
+        assert found.verdict == "fail" and found.reasons[0].startswith("pooled_times_champion ")
