@@ -1,4 +1,4 @@
-"""Policy: which backends a deployment wants, which may stand in, and when none may (DESIGN 4.2).
+"""Policy: which backends a deployment wants, which may stand in, and when none may.
 
 The policy is data. `resolve` turns it into an ordered chain for one case: every backend that the
 matrix and the probes allow, and for each one left out, all its reasons.

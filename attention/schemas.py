@@ -1,4 +1,4 @@
-"""Schemas of the evidence lake (DESIGN 4.3): one pyarrow schema a table, with a version.
+"""Schemas of the evidence lake: one pyarrow schema a table, with a version.
 
 They live here, beside the runtime, because the processes that measure and serve write evidence
 without DuckDB, MLflow or Prefect. Every row carries `COMMON`: who measured what, where, when.

@@ -1,4 +1,4 @@
-"""A candidate: an environment plus a policy, and how it is to be released (DESIGN 4.1)."""
+"""A candidate: an environment plus a policy, and how it is to be released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the evidence lake (DESIGN 4.3): DuckDB over the Parquet files that `attention.schemas` writes.
+"""Reads the evidence lake: DuckDB over the Parquet files that `attention.schemas` writes.
 
 One view a table, in memory. A table that nobody has written yet is an empty view with the right
 columns, and a column that old files lack is null, so a query never fails for want of evidence: it

@@ -1,7 +1,7 @@
 """The life of one release in its record: begin or resume, pass from stage to stage, end.
 
-States, order and what each end means: DESIGN 4.4. Everything here changes the record, and where
-traffic is held, the router before it.
+The states and their order: README.md, "States and exit codes". Everything here changes the record, and
+where traffic is held, the router before it.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
     tracker.promoted(run_id, story, record)                    # a model version, aliases moved
     tracker.rolled_back(run_id, story, record)                 # aliases moved back
 
-Copies decide nothing (DESIGN 4.4), so MLflow being down costs a warning event and nothing else: every
-method above is guarded once, here, and what was missed is rebuilt by `repair`. Runs are addressed by
-id: MLflow's "active run" is per thread and opens stray runs. The store is a SQLite file under
+Copies decide nothing: the release record is the only truth. So MLflow being down costs a warning event and
+nothing else: every method above is guarded once, here, and what was missed is rebuilt by `repair`. Runs are
+addressed by id: MLflow's "active run" is per thread and opens stray runs. The store is a SQLite file under
 `data/state/mlflow`, or MLFLOW_TRACKING_URI.
 """
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of an instance: the six of DESIGN 4.8, and what a service level needs beside them.
+"""Prometheus metrics of an instance: the six of README.md, "Serve, and metrics", and what a service level needs beside.
 
 Figures come from the execution layer: `selected_total` counts under the *confirmed* backend, kernel
 seconds from the dispatcher's record of each step. Each instance has a registry of its own.
