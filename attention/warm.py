@@ -43,7 +43,7 @@ class Share:
 
 
 #: Backends that compile at first use, the longest first, so that what is left at the end is short: on a core, about
-#: 640 s a module of fa3, 190 s of fa2, 40 s of xqa, 10 s a case of Triton. None has all cores.
+#: 640 s a module of fa3, 190 s of fa2, 40 s of xqa, 10 s a case of Triton. Shares are of 16 cores; none has all.
 COMPILING = {
     "flashinfer:fa3": Share(3, cores=4),
     "flashinfer:fa2": Share(2, cores=2),
@@ -160,7 +160,7 @@ def compile_all(
     rows: list[Compiled] = []
     lock, stopped = Lock(), Event()
     longest_first = sorted(wanted, key=lambda name: list(COMPILING).index(name) if name in COMPILING else -1)
-    lanes = {name: _lanes(name, list(wanted[name])) for name in longest_first}
+    lanes = {name: _lanes(name, list(wanted[name]), jobs) for name in longest_first}
     running: dict[Future[None], tuple[str, int]] = {}
 
     def one(backend: str, kinds: Sequence[str], cores: int) -> None:
@@ -181,25 +181,30 @@ def compile_all(
         ends.callback(stopped.set)  # before the pool waits: Ctrl-C ends its workers
         while any(lanes.values()) or running:
             for backend, waiting in lanes.items():
-                share = COMPILING.get(backend, Share(4))
-                cores = min(share.cores, max(1, jobs // 3))
+                share = share_of(backend, jobs)
                 while (
                     waiting
                     and [name for name, _ in running.values()].count(backend) < share.workers
-                    and sum(taken for _, taken in running.values()) + cores <= jobs
+                    and sum(taken for _, taken in running.values()) + share.cores <= jobs
                 ):
-                    running[pool.submit(one, backend, waiting.pop(0), cores)] = (backend, cores)
+                    running[pool.submit(one, backend, waiting.pop(0), share.cores)] = (backend, share.cores)
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 del running[future]
                 future.result()
     return rows
 
 
-def _lanes(backend: str, kinds: list[str]) -> list[list[str]]:
+def share_of(backend: str, jobs: int) -> Share:
+    """A backend's share of `jobs` cores: twice the workers on 32; on few cores, a third of them a worker at most."""
+    share = COMPILING.get(backend, Share(4))
+    return Share(share.workers * max(1, jobs // 16), min(share.cores, max(1, jobs // 3)))
+
+
+def _lanes(backend: str, kinds: list[str], jobs: int) -> list[list[str]]:
     """What each worker of a backend goes through."""
     if backend.startswith("flashinfer:"):
         return [[kind] for kind in kinds]
-    workers = COMPILING.get(backend, Share(4)).workers
+    workers = share_of(backend, jobs).workers
     return [kinds[i::workers] for i in range(min(workers, len(kinds)))]
 
 

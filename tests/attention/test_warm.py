@@ -15,7 +15,19 @@ from attention.cases import AttentionCase
 from attention.cells import load_cells
 from attention.errors import UserError
 from attention.isolate import NOT_RUN
-from attention.warm import COMPILING, Compiled, compile_all, counts, distinct, earlier_rows, jobs_of, main, pending
+from attention.warm import (
+    COMPILING,
+    Compiled,
+    Share,
+    compile_all,
+    counts,
+    distinct,
+    earlier_rows,
+    jobs_of,
+    main,
+    pending,
+    share_of,
+)
 
 CELLS = """
 groups:
@@ -103,6 +115,12 @@ def test_a_slow_backend_does_not_keep_the_others_from_compiling_and_ends_with_th
     assert rows == heard
     assert counts(rows) == {"triton:paged": {"compiled": 3}, "flashinfer:fa3": {"not run": 3}}
     assert {row.error for row in rows if row.backend == "flashinfer:fa3"} == {NOT_RUN}
+
+
+def test_a_larger_machine_has_more_workers_and_a_small_one_smaller_ones() -> None:
+    assert share_of("flashinfer:fa3", 16) == Share(3, cores=4)
+    assert share_of("flashinfer:fa3", 32) == Share(6, cores=4)
+    assert share_of("flashinfer:fa3", 4) == Share(3, cores=1)
 
 
 def test_ctrl_c_does_not_wait_for_what_compiles() -> None:
