@@ -30,6 +30,8 @@ def render(found: Drill) -> RenderableType:
     if any(not kind.published for kind in found.kinds):
         lines += [release_table(found), Text("")]
     lines += [Text(line) for line in no_op_lines(found.no_ops)]
+    if found.not_carried:
+        lines.append(Text(f"not shown here, as they go around no backend of the plan: {', '.join(found.not_carried)}"))
     lines.append(Text(f"limits {found.limits_sha256[:12]}, seed {found.seed}, {found.num_draws} draws, {found.device}"))
     lines += [Text(problem) for problem in found.problems]
     verdict = "fail" if found.problems else "pass"

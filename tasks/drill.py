@@ -42,6 +42,7 @@ class Drill(BaseModel):
     rules: tuple[str, ...]
     num_draws: int
     kinds: tuple[gate.KindResult, ...]
+    not_carried: tuple[str, ...] = ()  # kinds that no backend could carry where it was measured
     no_ops: tuple[str, ...]
     singles: dict[str, tuple[int, dict[str, int]]]
     benign: gate.BenignResult
@@ -73,7 +74,8 @@ def drill(
 
 
 def judge_rows(folder: Path, *, without: str | None = None, say: Say = lambda line: None) -> Drill:
-    """Judge a folder of measured rows. Raises UserError where draws are missing, or limits are not those it names."""
+    """Judge a folder of measured rows. Raises UserError where anything that was measured is missing, or limits are not
+    those it names."""
     from attention.drill.kinds import KINDS
     from attention.drill.measured import Folder, sha256_of
 
@@ -94,7 +96,9 @@ def judge_rows(folder: Path, *, without: str | None = None, say: Say = lambda li
     known = {run.kind for run in found}
     # Only what goes around a backend was measured there; what sits inside a kernel is the pseudo-kernel's to show.
     carried = tuple(one for one in expected if one.kind in known)
-    return _result(folder.name, asked.device, asked.seed, without, asked.frozen_sha256, num_draws, carried, found)
+    not_carried = tuple(one.kind for one in expected if one.kind not in known)
+    told = _result(folder.name, asked.device, asked.seed, without, asked.frozen_sha256, num_draws, carried, found)
+    return told.model_copy(update={"not_carried": not_carried})
 
 
 def _expected(plan: DrillPlan) -> tuple[gate.Expected, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from attention.drill import measure
 from attention.drill.kinds import KINDS
 from attention.drill.plan import draws, load_plan
+from attention.drill.rows import read_rows, write_rows
 from attention.drill.run import rows_of
 from attention.errors import UserError
 from gates import drill as gate
@@ -106,6 +109,12 @@ def measured(tmp_path: Path, *frozen: Path) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def real_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Such a folder, for tests that only read or copy it."""
+    return measured(tmp_path_factory.mktemp("measured"))
+
+
 def test_what_was_measured_elsewhere_is_judged_alike(tmp_path: Path) -> None:
     found = task.judge_rows(measured(tmp_path))
     assert but_few(found.problems) == []
@@ -123,13 +132,63 @@ def test_rows_that_were_measured_under_other_limits_are_refused(tmp_path: Path) 
         task.judge_rows(measured(tmp_path, tmp_path / "plan.yaml"))
 
 
-def test_a_folder_without_a_drill_or_with_a_draw_too_few_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_drill_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no drill\.json there; measure with"):
         task.judge_rows(tmp_path)
-    out = measured(tmp_path)
-    (out / "draw-0000.parquet").unlink()
-    with pytest.raises(UserError, match="1 draws are missing; measure on with --out"):
+
+
+def without_a_kind(out: Path) -> None:
+    path = out / "draw-0000.parquet"
+    write_rows(path, [row for row in read_rows(path) if row.kind != "scale_1"])
+
+
+def of_another_plan(out: Path) -> None:
+    asked = json.loads((out / "drill.json").read_text())
+    asked["plan"]["backends"] = asked["plan"]["backends"][:1]
+    (out / "drill.json").write_text(json.dumps(asked))
+
+
+def as_if_never_finished(out: Path) -> None:
+    said = json.loads((out / "measured.json").read_text())
+    (out / "measured.json").write_text(json.dumps({**said, "complete": False}))
+
+
+def of_fewer_kinds(out: Path) -> None:
+    said = json.loads((out / "measured.json").read_text())
+    (out / "measured.json").write_text(json.dumps({**said, "kinds": said["kinds"][:-1]}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (
+            lambda out: (out / "draw-0000.parquet").unlink(),
+            r"1 draws are missing, draw-0000\.parquet first; measure",
+        ),
+        (
+            lambda out: (out / "measured.json").unlink(),
+            r"no measured\.json, so nobody knows what is missing;",
+        ),
+        (without_a_kind, r"draw-0000\.parquet: not as it was measured \(\d+ of \d+ rows: scale_1 0 of 6\); delete it"),
+        (of_another_plan, r"drill\.json: not the one that was measured; put it back"),
+        (as_if_never_finished, r"measured\.json: says that the drill is not complete; measure on"),
+        (of_fewer_kinds, r"measured\.json: of other kinds of fault \(wrong_row\); measure into a new folder"),
+    ],
+)
+def test_a_folder_that_lacks_anything_is_refused(
+    real_rows: Path, tmp_path: Path, spoil: Callable[[Path], None], said: str
+) -> None:
+    out = tmp_path / "rows"
+    shutil.copytree(real_rows, out)
+    spoil(out)
+    with pytest.raises(UserError, match=said):
         task.judge_rows(out)
+
+
+def test_kinds_that_no_backend_carries_are_told(real_rows: Path) -> None:
+    found = task.judge_rows(real_rows)
+    assert "bf16_accumulation" in found.not_carried and "scale_5" not in found.not_carried
+    assert {one.kind for one in found.kinds} | set(found.not_carried) == {kind.name for kind in KINDS}
 
 
 def test_a_plan_of_another_device_is_measured_there(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,10 @@ import pytest
 import torch
 
 from attention.drill import measure, run
+from attention.drill.kinds import KINDS
 from attention.drill.measured import Folder, sha256_of
 from attention.drill.plan import FOLDER, load_plan
-from attention.drill.rows import read_rows
+from attention.drill.rows import read_rows, write_rows
 from attention.errors import UserError
 from tests.attention.drill.plans import ONE_DRAW, plan_file
 
@@ -33,12 +37,17 @@ def words(tmp_path: Path) -> list[str]:
 
 
 def files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "measured.json").read_text())
+    return found
 
 
 def test_a_draw_is_a_file_and_the_rows_come_back_as_they_were(words: list[str], tmp_path: Path) -> None:
     assert measure.main(words) == 0
-    assert files(tmp_path / "rows") == ["draw-0000.parquet", "draw-0001.parquet", "drill.json"]
+    assert files(tmp_path / "rows") == ["draw-0000.parquet", "draw-0001.parquet", "drill.json", "measured.json"]
     rows = read_rows(tmp_path / "rows" / "draw-0001.parquet")
     sound = [row for row in rows if row.kind is None]
     assert {row.confirmed for row in sound} == {"torch_sdpa:flash", "torch_sdpa:math"}
@@ -60,13 +69,75 @@ def test_stopped_it_goes_on_with_what_is_left_under_the_same_seed(
 
     monkeypatch.setattr(run, "rows_of", interrupted)
     assert measure.main(words) == 130
-    assert files(tmp_path / "rows") == ["draw-0000.parquet", "drill.json"], "nothing half-written"
+    assert files(tmp_path / "rows") == ["draw-0000.parquet", "drill.json", "measured.json"], "nothing half-written"
+    assert (manifest(tmp_path / "rows")["complete"], len(manifest(tmp_path / "rows")["parts"])) == (False, 1)
     seed = Folder(tmp_path / "rows").asked().seed  # type: ignore[union-attr]
     monkeypatch.setattr(run, "rows_of", rows_of)
     capsys.readouterr()
     assert measure.main(words) == 0
     assert f"seed {seed}" in (said := capsys.readouterr().err) and "1 of 2 draws" in said
-    assert len(files(tmp_path / "rows")) == 3
+    assert len(files(tmp_path / "rows")) == 4 and manifest(tmp_path / "rows")["complete"]
+
+
+def test_a_folder_says_what_it_holds_and_of_which_kinds(words: list[str], tmp_path: Path) -> None:
+    assert measure.main(words) == 0
+    said = manifest(tmp_path / "rows")
+    assert said["complete"] and said["kinds"] == [kind.name for kind in KINDS]
+    for name in ("draw-0000.parquet", "draw-0001.parquet"):
+        rows, part = read_rows(tmp_path / "rows" / name), said["parts"][name]
+        assert part["num_rows"] == len(rows)
+        assert part["kinds"] == Counter(row.kind or "sound" for row in rows) and part["kinds"]["scale_5"] == 3
+
+
+def test_a_file_that_was_changed_is_measured_again(words: list[str], tmp_path: Path, capsys: Any) -> None:
+    assert measure.main([*words, "--seed", "3"]) == 0
+    path = tmp_path / "rows" / "draw-0001.parquet"
+    whole = read_rows(path)
+    write_rows(path, [row for row in whole if row.kind != "scale_5"])
+    capsys.readouterr()
+    assert measure.main(words) == 0
+    assert "1 of 2 draws" in capsys.readouterr().err
+    assert str(read_rows(path)) == str(whole)
+
+
+def test_a_folder_is_measured_into_by_one_process_and_freed_by_its_death(
+    words: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "rows").mkdir()
+    holds = (
+        "import sys, time; from pathlib import Path; from attention.drill.measured import Folder\n"
+        "with Folder(Path(sys.argv[1])).held():\n    print('held', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holds, str(tmp_path / "rows")], stdout=subprocess.PIPE, text=True
+    ) as other:
+        try:
+            assert other.stdout and other.stdout.readline() == "held\n"
+            assert measure.main(words) == 2
+            said = capsys.readouterr().err
+            assert "rows: another process measures into it; wait for it, or use a new folder" in said
+            assert said.count("\n") == 1 and files(tmp_path / "rows") == []
+        finally:
+            other.kill()
+    assert measure.main(words) == 0
+
+
+def test_while_it_measures_its_folder_is_held(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = []
+
+    def tried(draw: Any, plan: Any) -> Any:
+        with (tmp_path / "rows" / ".lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held.append(draw)
+        return []
+
+    monkeypatch.setattr(run, "rows_of", tried)
+    assert measure.main(words) == 0
+    assert len(held) == 2
 
 
 @pytest.mark.slow  # two processes that import torch
@@ -84,6 +155,7 @@ def test_side_by_side_a_seed_gives_the_same_rows(words: list[str], tmp_path: Pat
     [
         (["--jobs", "0"], "--jobs 0: use a whole number, at least 1"),
         (["--plan", "h201"], "drill plan 'h201': no file"),
+        (["--out", ""], "--out '': name a folder"),
         (["--seed", "-1"], "--seed -1: use a whole number"),
         (["--frozen", "no/such/file"], "No such file"),
     ],
