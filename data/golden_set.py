@@ -205,8 +205,8 @@ def draw(path: Path, plan: ReplayPlan) -> Drawn:
     fitting = [p for p in golden.prompts if p.max_tokens <= plan.golden_max_tokens and p.num_chars <= longest]
     if not fitting:
         raise UserError(
-            f"golden set {path}: none of its {len(golden.prompts)} prompts fits the plan's golden_max_tokens "
-            f"{plan.golden_max_tokens} and golden_max_chars {plan.golden_max_chars}; raise them or shorten a prompt"
+            f"golden set {path}: none of its {len(golden.prompts)} prompts fits the plan's "
+            f"{plan.golden_lengths}; raise them or shorten a prompt"
         )
     return Drawn(
         prompts=sample(fitting, plan.golden_prompts, SAMPLE_SEED),

@@ -43,6 +43,12 @@ class ReplayPlan(_Section):
     # Its successes in each category; None: the sample is too small to judge categories apart.
     min_category_passes: int | None = Field(default=None, ge=1)
 
+    @property
+    def golden_lengths(self) -> str:
+        """The lengths of golden prompts that it allows, as it names them."""
+        chars = "" if self.golden_max_chars is None else f", golden_max_chars {self.golden_max_chars}"
+        return f"golden_max_tokens {self.golden_max_tokens}{chars}"
+
     @field_validator("inputs")
     @classmethod
     def _once(cls, value: tuple[Inputs, ...]) -> tuple[Inputs, ...]:

@@ -1,11 +1,14 @@
 """Which golden prompts a candidate passes, on its own: a table by category and language, and by prompt length.
 
     python -m tasks.golden_table                                  # the declared champion, data/golden/golden.jsonl
+    python -m tasks.golden_table --plan demo                      # only what a release under that plan asks, a minute
     python -m tasks.golden_table my-candidate.yaml                # another one, and the set that it names
     python -m tasks.golden_table --out data/golden/passed.json    # keep the outcome, ids and figures alone
     python -m tasks.golden_table --table data/golden/passed.json  # the table of an outcome that was kept
 
-Answers come from the code of the replay stage: same process set-up, greedy, same batches, same graders.
+Without --plan every prompt is asked, also those that are longer than a plan allows; the table says which were.
+All of it runs on a CPU, --table at once. Answers come from the code of the replay stage: same process set-up, greedy,
+same batches, same graders.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from attention.errors import UserError, exit_code
 from attention.job import BusinessPlan
 from data.candidate import load_candidate
-from data.golden_set import GoldenPrompt, load_golden
+from data.golden_set import GoldenPrompt, GoldenSet, draw, load_golden
 from data.paths import repo_dir
+from data.plan import load_plan
 from data.requests import bucket_end
 from tasks.context import setup_of
 from tasks.files import write_atomically
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from attention.replay.business import Answer
 
 CHAMPION = Path("data/candidates/torch-math-cpu.yaml")
+ALL = "every prompt of the set, whatever a plan allows"
 EVERY_S = 5.0  # between two lines of progress
 
 
@@ -61,17 +66,19 @@ class Passed(BaseModel):
     num_threads: int
     cpu_seconds: float  # of this process for all answers, prefill included, the loading of the model left out
     prompts: dict[str, Outcome]  # by prompt_id
+    asked: str = ALL  # which prompts of the set, and by whose rule
 
 
-def measure(candidate: Path, say: Callable[[str], None]) -> Passed:
-    """Answer and grade every prompt of the candidate's set in this process. Raises UserError for bad input."""
+def measure(candidate: Path, say: Callable[[str], None], plan: str | None = None) -> Passed:
+    """Answer and grade the candidate's set, or what a plan asks of it, in this process. UserError for bad input."""
     import torch
 
     from attention import startup
     from attention.replay import business
 
     loaded = load_candidate(candidate)
-    golden = load_golden(loaded.golden_path)
+    golden, asked = _asked(loaded.golden_path, plan)
+    say(f"golden set: {asked}")
     for line in golden.rejected:
         say(f"{loaded.golden_path}: line {line.line} left out: {line.reason}")
     setup = setup_of(loaded, loaded.cells[0])
@@ -93,7 +100,18 @@ def measure(candidate: Path, say: Callable[[str], None]) -> Passed:
             prompt.prompt_id: _outcome(prompt, num_tokens, answer)
             for prompt, num_tokens, answer in zip(golden.prompts, lengths, answers, strict=True)
         },
+        asked=asked,
     )
+
+
+def _asked(path: Path, plan: str | None) -> tuple[GoldenSet, str]:
+    """The prompts to ask, and in words which they are."""
+    if plan is None:
+        return load_golden(path), ALL
+    found = load_plan(plan)
+    drawn = draw(path, found.replay)
+    words = f"the {len(drawn.prompts)} of {drawn.num_usable} prompts that plan {found.name} asks"
+    return drawn, f"{words} ({found.replay.golden_lengths})"
 
 
 def sha256_of(path: Path) -> str:
@@ -120,6 +138,7 @@ def table(passed: Passed) -> str:
         [
             _markdown(rows),
             _markdown(lengths),
+            f"Asked: {passed.asked}.",
             f"Longest prompt: {longest} tokens. {passed.model}, torch {passed.torch}, "
             f"{', '.join(sorted(set(passed.confirmed.values())))}, {passed.num_threads} thread: "
             f"{passed.cpu_seconds:.0f} s of processor time for all answers.",
@@ -130,8 +149,13 @@ def table(passed: Passed) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """0 when the set was answered, whatever was passed; 2 for bad input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("candidate", nargs="?", type=Path, help=f"default: {CHAMPION}")
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.golden_table",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("candidate", nargs="?", type=Path, help=f"candidate file (default: {CHAMPION})")
+    parser.add_argument("--plan", help="ask what a release under this plan asks (demo, full, or a file); default: all")
     parser.add_argument("--out", type=Path, help="file to keep the outcome in")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of a kept outcome instead")
     options = parser.parse_args(argv)
@@ -140,9 +164,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if options.table is not None:
+        if options.candidate is not None or options.plan is not None or options.out is not None:
+            raise UserError("--table shows an outcome that was kept: give it no candidate, --plan or --out")
         print(table(read_passed(options.table)))
         return 0
-    passed = measure(options.candidate or repo_dir() / CHAMPION, lambda line: print(line, file=sys.stderr, flush=True))
+    candidate = options.candidate or repo_dir() / CHAMPION
+    passed = measure(candidate, lambda line: print(line, file=sys.stderr, flush=True), options.plan)
     if options.out is not None:
         write_atomically(options.out, passed.model_dump_json(indent=1) + "\n")
     print(table(passed))

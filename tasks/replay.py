@@ -38,7 +38,9 @@ def run(context: Context) -> StageOutcome:
 def _golden(context: Context) -> list[GoldenPrompt]:
     """The golden prompts of this release; what of the file is not asked is counted aloud."""
     golden = context.candidate.golden()
-    unfit = f", {golden.num_unfit} are longer than the plan allows" if golden.num_unfit else ""
+    plan, unfit = context.plan, ""
+    if golden.num_unfit:
+        unfit = f", {golden.num_unfit} are longer than plan {plan.name} allows ({plan.replay.golden_lengths})"
     context.say(f"golden set: {len(golden.prompts)} of {golden.num_usable} prompts{unfit}")
     for line in golden.rejected[:3]:
         context.say(f"golden set: line {line.line} left out: {line.reason}")

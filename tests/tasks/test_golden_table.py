@@ -99,6 +99,8 @@ def test_the_table_counts_by_category_language_and_length(capsys: pytest.Capture
 |---|---|---|
 | all categories | 1 of 2 | 1 of 1 |
 
+Asked: every prompt of the set, whatever a plan allows.
+
 Longest prompt: 900 tokens. m, torch 2.13.0, torch_sdpa:math, 1 thread: 3 s of processor time for all answers.
 
 Not passed: `copy-2`.
@@ -146,6 +148,20 @@ def test_a_set_of_ones_own_is_asked_and_its_bad_lines_are_told(
     assert "golden set: 2 of 2 answered" in captured.err
     assert "| drinks | 0 of 1 | 0 of 1 |" in captured.out
     assert "tea" not in kept.read_text()
+
+
+def test_with_a_plan_only_its_prompts_are_asked_and_the_outcome_says_whose_they_are() -> None:
+    golden, asked = golden_table._asked(GOLDEN_FILE, "demo")
+    assert golden.prompts == draw(GOLDEN_FILE, load_plan("demo").replay).prompts
+    assert asked == "the 21 of 390 prompts that plan demo asks (golden_max_tokens 28, golden_max_chars 400)"
+    assert len(golden_table._asked(GOLDEN_FILE, None)[0].prompts) == 390
+
+
+def test_a_plan_that_is_not_there_or_means_nothing_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--plan", "demmo"]) == 2
+    assert "plan 'demmo': no file" in capsys.readouterr().err
+    assert main(["--table", str(KEPT), "--plan", "demo"]) == 2
+    assert capsys.readouterr().err.startswith("error: --table shows an outcome that was kept")
 
 
 @pytest.mark.slow

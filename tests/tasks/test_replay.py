@@ -203,7 +203,9 @@ def test_what_is_not_asked_of_a_golden_set_is_told() -> None:
     said: list[str] = []
     rejected = [Rejected(line, "max_tokens: Field required") for line in (2, 5, 6, 9)]
     drawn = Drawn(prompts=[], rejected=rejected, num_usable=8, num_unfit=3)
-    _golden(SimpleNamespace(candidate=SimpleNamespace(golden=lambda: drawn), say=said.append))  # type: ignore[arg-type]
-    assert said[0] == "golden set: 0 of 8 prompts, 3 are longer than the plan allows"
+    candidate = SimpleNamespace(golden=lambda: drawn)
+    _golden(SimpleNamespace(candidate=candidate, plan=load_plan("demo"), say=said.append))  # type: ignore[arg-type]
+    limits = "golden_max_tokens 28, golden_max_chars 400"
+    assert said[0] == f"golden set: 0 of 8 prompts, 3 are longer than plan demo allows ({limits})"
     assert said[1] == "golden set: line 2 left out: max_tokens: Field required"
     assert said[4:] == ["golden set: 4 lines left out in all"]
