@@ -2,6 +2,7 @@
 
     python -m attention.bench_replay --model data/models/smollm2-135m-instruct --device cuda --out replay.json
     python -m attention.bench_replay --model FOLDER --device cpu --prompts 2 --tokens 64 --decode 8
+    python -m attention.bench_replay --model FOLDER --random-weights    # config.json and tokenizer are enough
 
 Raw seconds of every round go to the file. In each round, one after the other:
 
@@ -36,7 +37,7 @@ from attention.errors import UserError, exit_code
 from attention.flags import check_count, check_out
 from attention.job import ModelPlan, Prompt
 from attention.model import Runner, specs_of
-from attention.model_config import resolve_dtype
+from attention.model_config import layer_kinds, resolve_dtype
 from attention.policy import Policy
 from attention.replaced import put_json
 from attention.replay import compare, model
@@ -202,6 +203,21 @@ def measure(
     }
 
 
+def with_random_weights(folder: Path, into: Path) -> Path:
+    """The model of a folder's config.json and tokenizer in `into`, its weights drawn: speed does not depend on them.
+
+    UserError for a folder without a config.json that names a causal LM.
+    """
+    layer_kinds(folder)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(folder, into, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin", "*.gguf"))
+    torch.manual_seed(0)
+    drawn = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    drawn.to(torch.bfloat16).save_pretrained(into)
+    return into
+
+
 def figures(seconds: dict[str, list[float]], size: Size) -> dict[str, float]:
     """Tokens a second and ratios from the median seconds."""
     mid = {name: statistics.median(values) for name, values in seconds.items()}
@@ -290,6 +306,7 @@ def main(argv: list[str] | None = None) -> int:
     """0 measured; 2 for bad flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of a transformers causal LM")
+    parser.add_argument("--random-weights", action="store_true", help="draw the weights; those of --model are not read")
     parser.add_argument("--device", default="cuda", help="cpu or cuda")
     parser.add_argument("--backends", nargs=2, metavar=("A", "B"), help=f"of both sides (default: {_DEFAULTS})")
     parser.add_argument("--prompts", type=int, default=64)
@@ -313,10 +330,16 @@ def _run(options: argparse.Namespace) -> int:
     size = Size(options.prompts, options.tokens, options.decode, options.rounds)
     default = _DEFAULTS[options.device.split(":")[0]]
     first, second = options.backends or (default, default)
-    found = measure(
-        options.model, options.device, (first, second), size, lambda text: print(text, file=sys.stderr, flush=True)
-    )
-    put_json(found, options.out)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.model
+        if options.random_weights:
+            folder = with_random_weights(folder, Path(scratch) / folder.resolve().name)
+        found = measure(folder, options.device, (first, second), size, say)
+    put_json({"weights": "random" if options.random_weights else "of the model", **found}, options.out)
     return 0
 
 

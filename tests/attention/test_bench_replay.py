@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,28 @@ def test_every_part_is_timed_in_every_round_and_the_file_has_the_raw_seconds(
     assert found["confirmed"]["a"]["prefill"] == "torch_sdpa:math"
     assert found["confirmed"]["b"]["prefill"] == "torch_sdpa:flash"
     assert "round 2 of 2: forced_decode" in capsys.readouterr().err
+
+
+def test_the_shape_of_a_model_is_enough(tiny_model: Path, tmp_path: Path) -> None:
+    shape = tmp_path / "shape"
+    shutil.copytree(tiny_model, shape, ignore=shutil.ignore_patterns("*.safetensors"))
+    out = tmp_path / "replay.json"
+    flags = [
+        "--random-weights",
+        "--device",
+        "cpu",
+        "--prompts",
+        "1",
+        "--tokens",
+        "20",
+        "--decode",
+        "2",
+        "--rounds",
+        "1",
+    ]
+    assert main(["--model", str(shape), *flags, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert (found["weights"], found["model"]) == ("random", "shape")
 
 
 def test_rates_and_ratios_follow_from_the_medians() -> None:
