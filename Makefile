@@ -45,12 +45,12 @@ model: setup
 
 other-torch: $(OTHER)/installed
 
-# Only torch and what it needs differ from $(VENV): the other packages of `attention` are the same.
-$(OTHER)/installed: constraints.txt
+# Only torch and what it pins differ from $(VENV): what both layers of `attention replay` import is the same.
+$(OTHER)/installed: pyproject.toml constraints.txt
 	@echo "other-torch: torch $(OTHER_TORCH) in $(OTHER) (up to 6 GB, 4 minutes and more)"
 	@$(PYTHON) -m venv $(OTHER)
-	@grep -iE '^(numpy|packaging|pyarrow|pydantic|pydantic_core|pyyaml)==' constraints.txt >$(OTHER)/constraints.txt
-	@$(OTHER)/bin/pip install --disable-pip-version-check -c $(OTHER)/constraints.txt "torch==$(OTHER_TORCH)" -e .
+	@grep -vE '^(torch|triton)==' constraints.txt >$(OTHER)/constraints.txt
+	@$(OTHER)/bin/pip install --disable-pip-version-check -c $(OTHER)/constraints.txt "torch==$(OTHER_TORCH)" -e '.[model]'
 	@touch $@
 
 setup: $(VENV)/installed
