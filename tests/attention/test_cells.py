@@ -8,8 +8,10 @@ import pytest
 
 from attention.cells import Cells, load_cells
 from attention.errors import UserError
+from attention.matrix import declared_reasons
 
 HOPPER = Path(__file__).parents[2] / "attention/cells/hopper.yaml"
+CPU = HOPPER.with_name("cpu.yaml")
 TEXT = """
 groups:
   - base: {heads_q: 4, heads_kv: 2, head_dim_qk: 16, head_dim_vo: 16, dtype: float32}
@@ -103,3 +105,13 @@ def test_the_hopper_cells_cover_what_a_hopper_serves() -> None:
     assert {c.layout for c in cases} == {"paged_nhd", "paged_hnd", "ragged", "contiguous"}
     assert not any(p.required for p in probes)
     assert Cells.model_validate({"groups": []}).probes() == []
+
+
+def test_the_cpu_cells_run_on_both_kernels_of_a_cpu_and_none_is_refused() -> None:
+    cases = {p.case for p in load_cells(CPU)}
+    assert {c.dtype for c in cases} == {"float32", "bfloat16"}
+    assert {c.phase for c in cases} == {"decode", "prefill", "extend"}
+    assert {c.layout for c in cases} == {"paged_nhd", "paged_hnd", "ragged", "contiguous"}
+    assert {"sliding_window", "alibi", "custom_mask"} <= {feature for c in cases for feature in c.features}
+    for name in ("torch_sdpa:flash", "torch_sdpa:math"):
+        assert not any(declared_reasons(name, case, device="cpu") for case in cases)
