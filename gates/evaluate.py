@@ -7,6 +7,8 @@ evidence, or an interval across its limit), `info` is recorded and never blocks.
 check; expectations of one name form one check and the worst wins, so an interval is two of them: its
 lower end `critical`, its upper end `warning`. `meta.observed` is the column to show, `meta.violated:
 error` says that a violation means broken evidence. Limits are `{$PARAMETER: name}`, never literals.
+A figure is a count, a share, a ratio or the size of an error: below 0 none was measured, and that is an
+error, though it lies below every upper limit; `meta.signed` says of a difference that it may be.
 
 GX 1.24 lets evidence pass that is missing, so `evaluate` closes these traps: an expectation of an
 unknown type or severity is silently dropped (counted here); NaN and null are skipped before a bound
@@ -49,6 +51,7 @@ class Meta(BaseModel):
     check: str
     observed: str | None = None  # column to show; default: the column that is bounded
     violated: Literal["error"] | None = None
+    signed: bool = False  # a difference: it may lie below 0
 
 
 class Expectation(BaseModel):
@@ -187,6 +190,9 @@ def _outcome(expectation: Expectation, result: Any, frame: pd.DataFrame) -> _Out
         return _Outcome(expectation, Verdict.ERROR, None, problem)
     observed = _shown(expectation, frame)
     verdict = Verdict.PASS if result.success else violated
+    impossible = _below_zero(expectation, frame)
+    if impossible and verdict is not Verdict.FAIL:
+        return _Outcome(expectation, Verdict.ERROR, observed, impossible)
     infinite = any(math.isinf(value) for value in _values(expectation.column, frame))
     if verdict is Verdict.PASS and (infinite or observed is None):
         # An infinite figure can lie within a bound, but nobody measured it.
@@ -210,6 +216,17 @@ def _unusable(column: str, frame: pd.DataFrame) -> str:
         return f"column {column!r} is missing"
     if any(math.isnan(value) for value in _values(column, frame)):
         return f"{column} is null or NaN: it was not measured"
+    return ""
+
+
+def _below_zero(expectation: Expectation, frame: pd.DataFrame) -> str:
+    """Which figure, bounded or shown, is below 0 and so none; empty where there is none."""
+    if expectation.meta.signed:
+        return ""
+    for column in dict.fromkeys((expectation.column, expectation.meta.observed or expectation.column)):
+        least = min(_values(column, frame))
+        if least < 0:
+            return f"{column} is {least:.4g}, and no such figure is below 0"
     return ""
 
 

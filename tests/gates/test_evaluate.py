@@ -137,6 +137,49 @@ def test_an_interval_passes_below_its_limit_fails_above_it_and_is_inconclusive_a
     assert interval(1.1, 1.9).observed == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize("value", [-1e-9, -3.0, float("-inf")])
+def test_a_figure_below_zero_is_no_pass_however_it_is_limited(value: float) -> None:
+    check = judge([0.5, value])
+    assert check.verdict is Verdict.ERROR
+    assert check.message == f"error: err is {value:.4g}, and no such figure is below 0; case 7"
+    for severity in ("warning", "info"):
+        assert judge([0.5, value], suite(severity=severity)).verdict is Verdict.ERROR
+        assert judge([1.5, value], suite(severity=severity)).verdict is Verdict.ERROR
+    assert judge([1.5, value]).verdict is Verdict.FAIL, "what is beyond its limit stays so"
+    assert interval(value, 0.9).verdict is interval(value, 1.2).verdict is Verdict.ERROR
+
+
+def test_the_figure_that_is_shown_is_not_below_zero_either() -> None:
+    shown = suite(meta={"observed": "shown"})
+    [check] = evaluate(shown, pd.DataFrame({"err": [0.5], "shown": [-0.5]}), LIMITS, NOTES)
+    assert check.verdict is Verdict.ERROR and "shown is -0.5" in check.message
+
+
+def test_a_difference_may_be_below_zero_but_not_infinitely() -> None:
+    assert judge([-0.5], suite(meta={"signed": True})).verdict is Verdict.PASS
+    assert judge([float("-inf")], suite(meta={"signed": True})).verdict is Verdict.ERROR
+
+
+SIGNED = {"nll_low", "nll_high", "length_change"}
+
+
+@pytest.mark.parametrize("path", sorted(SUITES.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("value", [-1e-9, float("-inf")])
+def test_no_suite_passes_a_figure_below_zero_but_a_difference(path: Path, value: float) -> None:
+    made = load_suite(path.stem)
+    names = {name for one in made.expectations for name in one.parameters}
+    one = Threshold(value=1.0, owner="me", reason="because")
+    limits = Limits("test", "demo", tuple((name, one) for name in sorted(names)))
+    columns = {column for one in made.expectations for column in (one.column, one.meta.observed or one.column)}
+    notes = {check: Note("any", 3) for check in made.checks}
+    sound = evaluate(made, pd.DataFrame([dict.fromkeys(columns, 1.0)]), limits, notes)
+    assert {check.verdict for check in sound} == {Verdict.PASS}
+    assert {one.column for one in made.expectations if one.meta.signed} == columns & SIGNED
+    differences = {one.meta.check for one in made.expectations if one.meta.signed}
+    for check in evaluate(made, pd.DataFrame([dict.fromkeys(columns, value)]), limits, notes):
+        assert check.verdict in (Verdict.ERROR, Verdict.FAIL) or check.check in differences
+
+
 def test_every_suite_loads_into_gx_and_takes_its_limits_from_data() -> None:
     import great_expectations as gx
 
