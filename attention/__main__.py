@@ -485,11 +485,11 @@ def _counts(results: list[Any]) -> str:
 
 
 def _replay(args: argparse.Namespace) -> int:
+    if sum(file is not None for file in (args.cases, args.prompts, args.job)) != 1:
+        raise UserError("replay takes one of --cases FILE, --prompts FILE and --job FILE, and --out DIR")
     if args.cases is not None:
         from attention.replay.command import record_cases
 
-        if args.job is not None:
-            raise UserError("replay takes --job or --cases, not both")
         return record_cases(args, _setup(args), _progress("replay"))
     if args.prompts is not None:
         from attention.replay.prompts import record_prompts
@@ -553,15 +553,18 @@ def _captured(runner: Any, job: ReplayJob, specs: list[Any], out: Path) -> Any:
 
 
 def _compare(args: argparse.Namespace) -> int:
+    if (len(args.recordings), args.job is None) not in ((2, True), (0, False)):
+        raise UserError("compare takes two recordings, A and B, or --job FILE and --out DIR")
     if args.recordings:
         from attention.replay import states
         from attention.replay.command import compare_recordings
 
-        if len(args.recordings) != 2 or args.job is not None:
-            raise UserError("compare takes two recordings, A and B, or --job")
         check_device(args.device)
-        of_prompts = any(states.is_recording(folder) for folder in args.recordings)
-        if not of_prompts:
+        kinds = {folder: states.kind_of(folder) for folder in args.recordings}
+        if {"cases", "prompts"} <= set(kinds.values()):
+            one, other = (f"{folder} is of {kind}" for folder, kind in kinds.items())
+            raise UserError(f"compare: {one}, {other}; name two of a kind")
+        if "prompts" not in kinds.values():
             return compare_recordings(args)
         from attention.replay.prompts import compare_prompts
 

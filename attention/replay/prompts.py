@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from attention.errors import UserError, shown
+from attention.errors import UserError, is_dir, shown
 from attention.fingerprint import Fingerprint, node
 from attention.flags import check_count
 from attention.job import CompareJob, Evidence, ModelPlan, Prompt, ReplayJob, Setup
@@ -144,8 +144,8 @@ def record_prompts(args: argparse.Namespace, setup: Setup, progress: Any) -> int
     """Record a file of prompts on the policy's backends."""
     from attention import startup
 
-    if args.out is None or args.cases is not None or args.job is not None:
-        raise UserError("replay --prompts needs --out DIR, and neither --cases nor --job")
+    if args.out is None:
+        raise UserError("replay --prompts needs --out DIR")
     check_count("--max-tokens", args.max_tokens)
     check_count("--decode-tokens", args.decode_tokens)
     plan = ModelPlan(prompts=read_prompts(args.prompts), max_tokens=args.max_tokens, decode_tokens=args.decode_tokens)
@@ -171,7 +171,7 @@ def compare_prompts(args: argparse.Namespace) -> int:
     second = States(args.floor) if args.floor else None
     compare.check_pair(a, b)
     limits = summary.load_limits(args.limits, b.manifest.dtype)
-    head = compare.Head.read(args.model or a.manifest.model, args.device)
+    head = compare.Head.read(args.model or _model_of(a), args.device)
     figures = compare.describe(compare.columns(a, b, head, progress=_told("compare")))
     floors = compare.describe(compare.columns(a, second, head, progress=_told("floor"))) if second else None
     reasons = summary.reasons(figures, floors, limits)
@@ -194,6 +194,14 @@ def compare_prompts(args: argparse.Namespace) -> int:
         "\n".join(reasons) if reasons else f"{verdict}: {sum(int(f['positions']) for f in figures.values())} positions"
     )
     return EXIT[verdict]
+
+
+def _model_of(a: States) -> Path:
+    """The folder whose lm_head belongs to A, as it was named when A was recorded, perhaps elsewhere."""
+    folder = a.manifest.model
+    if not is_dir(folder):
+        raise UserError(f"model {folder}: recording {a.folder} names it, and it is not here; name it with --model")
+    return folder
 
 
 def _told(what: str) -> Callable[[int, int], None]:

@@ -164,13 +164,15 @@ class Writer:
             fresh.write_text(manifest.model_dump_json(indent=1) + "\n")
 
 
-def is_recording(folder: Path) -> bool:
-    """Whether a folder says that it is a recording of prompts; `States` says whether it is whole."""
+def kind_of(folder: Path) -> Literal["prompts", "cases"] | None:
+    """What a folder says that it is a recording of; `States` and `Recording` say whether it is whole."""
     try:
         found = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and found.get("kind") == "model"
+        return None
+    if not isinstance(found, dict):
+        return None
+    return "prompts" if found.get("kind") == "model" else "cases" if "entries" in found else None
 
 
 def positions(manifest: Manifest, mode: Mode) -> Iterator[tuple[int, range]]:

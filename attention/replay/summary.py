@@ -18,10 +18,11 @@ Figures = dict[str, dict[str, float]]
 
 def load_limits(path: Path, dtype: str) -> dict[str, float]:
     """Limits of the model layer (gates/thresholds.yaml); `kl_mean.float32` replaces `kl_mean` for float32 states."""
+    document = read_yaml(path)
     try:
-        section = read_yaml(path)["default"]["replay"]
+        section = document["default"]["replay"]
         found = {name: float(section.get(f"{name}.{dtype}", section[name])["value"]) for name in LIMITS}
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"limits {path}: no thresholds of a replay gate ({error!r}); see gates/thresholds.yaml"
         ) from error

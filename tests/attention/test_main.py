@@ -96,9 +96,18 @@ def test_resolve_names_a_device_that_is_not_there(capsys: pytest.CaptureFixture[
     assert "device cuda" in error_of(capsys, *argv)
 
 
-@pytest.mark.parametrize("verb", ["replay", "compare", "bench"])
-def test_a_measuring_verb_needs_a_job(capsys: pytest.CaptureFixture[str], verb: str) -> None:
-    assert f"{verb} needs --job FILE and --out DIR" in error_of(capsys, verb)
+@pytest.mark.parametrize(
+    ("verb", "wants"),
+    [
+        ("replay", "replay takes one of --cases FILE, --prompts FILE and --job FILE, and --out DIR"),
+        ("compare", "compare takes two recordings, A and B, or --job FILE and --out DIR"),
+        ("bench", "bench needs --job FILE and --out DIR"),
+    ],
+)
+def test_a_measuring_verb_without_an_argument_says_what_it_takes(
+    capsys: pytest.CaptureFixture[str], verb: str, wants: str
+) -> None:
+    assert wants in error_of(capsys, verb)
 
 
 def test_a_bad_fingerprint_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

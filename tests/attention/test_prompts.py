@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,24 @@ def test_a_faulty_candidate_fails_with_the_figure_and_its_limit(
 def test_recordings_of_cases_and_of_prompts_do_not_mix(champion: Path, tmp_path: Path, capsys: Capture) -> None:
     assert main(["compare", str(champion), str(tmp_path)]) == 2
     assert f"recording {tmp_path}: No such file" in capsys.readouterr().err
+    (tmp_path / "manifest.json").write_text('{"entries": []}')
+    for pair in ((champion, tmp_path), (tmp_path, champion)):
+        assert main(["compare", *map(str, pair)]) == 2
+        said = capsys.readouterr().err
+        assert f"{champion} is of prompts" in said
+        assert f"{tmp_path} is of cases" in said
+
+
+def test_a_model_that_stayed_where_the_recording_was_made_is_named_with_a_flag(
+    champion: Path, tiny_model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    moved = Path(shutil.copytree(champion, tmp_path / "moved"))
+    manifest = moved / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(str(tiny_model), "/elsewhere/tiny-llama"))
+    assert main(["compare", str(moved), str(champion)]) == 2
+    assert "/elsewhere/tiny-llama: recording" in (said := capsys.readouterr().err)
+    assert "name it with --model" in said
+    assert main(["compare", str(moved), str(champion), "--model", str(tiny_model)]) == 0
 
 
 def test_a_floor_tightens_and_a_small_one_is_raised_to_the_least() -> None:
@@ -128,5 +147,5 @@ def test_what_the_flags_must_not_say_is_one_line(
         "replay", "--prompts", prompts, "--out", tmp_path / "x", "--max-tokens", 0
     )
     assert "cannot be read" in error("replay", "--prompts", tmp_path / "none", "--out", tmp_path / "x")
-    assert "no thresholds of a replay gate" in error("compare", champion, champion, "--limits", tmp_path / "none.yaml")
+    assert "none.yaml: cannot be read" in error("compare", champion, champion, "--limits", tmp_path / "none.yaml")
     assert "no config.json there" in error("compare", champion, champion, "--model", tmp_path)

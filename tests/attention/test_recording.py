@@ -220,7 +220,8 @@ def test_flags_that_do_not_fit_are_one_line(
     replay = ["replay", *flags(setup), "--cases", str(cases)]
     assert "needs --out DIR" in error_of(capsys, *replay)
     assert "activations need" in error_of(capsys, *replay, "--out", str(tmp_path), "--inputs", "normal,activations")
-    assert "not both" in error_of(capsys, *replay, "--job", "x.json")
+    for other in ("--job", "--prompts"):
+        assert "one of --cases FILE, --prompts FILE and --job" in error_of(capsys, *replay, other, "x.json")
     assert "below 2**63" in error_of(capsys, *replay, "--out", str(tmp_path), "--seeds", str(1 << 64))
     assert "File exists" in error_of(capsys, *replay, "--out", str(cases))
     assert "--inputs ''" in error_of(capsys, *replay, "--out", str(tmp_path), "--inputs", "")
