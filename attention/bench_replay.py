@@ -1,7 +1,8 @@
 """How fast the model layer of the replay is, beside the model alone, in one process.
 
-    python -m attention.bench_replay --model data/models/smollm2-135m-instruct --device cuda --out replay.json
-    python -m attention.bench_replay --model FOLDER --device cpu --prompts 2 --tokens 64 --decode 8
+    python -m attention.bench_replay --model data/models/smollm2-135m-instruct --out replay.json     # needs a GPU
+    python -m attention.bench_replay --model data/models/smollm2-135m-instruct --device cpu --prompts 2 --tokens 64 \\
+        --decode 8                                                                                   # runs anywhere
     python -m attention.bench_replay --model FOLDER --random-weights    # config.json and tokenizer are enough
 
 Raw seconds of every round go to the file. In each round, one after the other:
@@ -39,6 +40,7 @@ from attention.job import ModelPlan, Prompt
 from attention.model import Runner, specs_of
 from attention.model_config import layer_kinds, resolve_dtype
 from attention.policy import Policy
+from attention.progress import now_and_then
 from attention.replaced import put_json
 from attention.replay import compare, model
 from attention.replay.model import batching
@@ -142,6 +144,7 @@ def measure(
     """Raw seconds by what was timed, and the figures that follow from their medians."""
     dtype = resolve_dtype("auto", device)
     pages = 2 * -(-size.tokens // 16) * size.prompts  # forced decode keeps its own for all rounds
+    say(f"{folder}: loading; then a round to warm up and {size.rounds} that count")
     dispatchers = [_dispatcher(folder, name, dtype, device) for name in backends]
     runner = Runner(folder, dispatchers[0], dtype=dtype, device=device, num_pages=pages)
     texts = _texts(runner, size)
@@ -172,13 +175,15 @@ def measure(
 
         def record(side: int) -> None:
             runner.dispatcher = dispatchers[side]
-            model.record_texts(runner, scoring, texts, environment, sides[side])
+            model.record_texts(runner, scoring, texts, environment, sides[side], now_and_then("record, prompts"))
 
         work: dict[str, Callable[[], Any]] = {
             "forward": lambda: _forward(plain, ids_NL, batching(device).tokens),
             "record_a": lambda: record(0),
             "record_b": lambda: record(1),
-            "compare": lambda: compare.columns(States(sides[0]), States(sides[1]), head),
+            "compare": lambda: compare.columns(
+                States(sides[0]), States(sides[1]), head, progress=now_and_then("compare, positions")
+            ),
             "graph_decode": lambda: static.run(size.tokens - size.decode),
             "forced_decode": _forced(runner, dispatchers[0], texts, size),
         }
@@ -304,15 +309,21 @@ def _timed(run: Callable[[], Any], device: str) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """0 measured; 2 for bad flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m attention.bench_replay",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--model", type=Path, required=True, help="folder of a transformers causal LM")
     parser.add_argument("--random-weights", action="store_true", help="draw the weights; those of --model are not read")
     parser.add_argument("--device", default="cuda", help="cpu or cuda")
     parser.add_argument("--backends", nargs=2, metavar=("A", "B"), help=f"of both sides (default: {_DEFAULTS})")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=1024, help="a prompt")
-    parser.add_argument("--decode", type=int, default=128, help="tokens of each that are decoded")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=64, help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=1024, help="a prompt (default: %(default)s)")
+    parser.add_argument(
+        "--decode", type=int, default=128, help="tokens of each that are decoded (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="that count (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="JSON file; default: stdout")
     options = parser.parse_args(argv)
     return exit_code(lambda: _run(options))

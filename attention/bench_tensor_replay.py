@@ -1,7 +1,7 @@
 """How fast the tensor layer of the replay is, and where its time goes; twice, so that the second run has no oracle.
 
-    python -m attention.bench_tensor_replay --device cuda --out tensor_replay.json
-    python -m attention.bench_tensor_replay --device cpu --seeds 1 --max-kv-len 300
+    python -m attention.bench_tensor_replay --out tensor_replay.json                       # needs a GPU
+    python -m attention.bench_tensor_replay --device cpu --seeds 1 --max-kv-len 20         # runs anywhere
 
 As in a release both sides run at once, a process each, and share their truths: one begins with the last case, so that
 each computes about half. A side is one layer of 32 query and 8 KV heads of 128 in bfloat16, every shape of the replay
@@ -35,6 +35,7 @@ from attention.errors import UserError, exit_code
 from attention.flags import check_count, check_out
 from attention.job import Setup, TensorPlan
 from attention.lifetime import die_with_parent, end_on_sigterm
+from attention.progress import now_and_then
 from attention.replaced import put_json
 from attention.replay import tensor
 from attention.replay.throughput import Meter
@@ -53,10 +54,15 @@ def measure(device: str, backends: tuple[str, str], seeds: int, max_kv_len: int,
             stack.enter_context(_side(device, backend, max_kv_len, folder, backwards))
             for backend, backwards in zip(backends, (False, True), strict=True)
         ]
-        _both(sides, (seeds,), device)
-        first, second = (_both(sides, tuple(range(seeds)), device) for _ in range(2))
+        _told("warm-up", _both(sides, (seeds,), device))
+        first, second = (_told(name, _both(sides, tuple(range(seeds)), device)) for name in ("first run", "second run"))
     name = torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
     return {"device": name, "torch": torch.__version__, "backends": backends, "first": first, "second": second}
+
+
+def _told(what: str, found: dict[str, Any]) -> dict[str, Any]:
+    print(f"{what}: {found['num_cases']} cases of both sides in {found['wall_s']:.1f} s", file=sys.stderr, flush=True)
+    return found
 
 
 def _both(sides: list[Connection], seeds: tuple[int, ...], device: str) -> dict[str, Any]:
@@ -110,7 +116,8 @@ def _replay(parent: Connection, device: str, backend: str, max_kv_len: int, fold
         meter = Meter(device)
         truths = Truths(folder, meter.oracle(compute))
         sources = tensor.Sources(oracle=truths, meter=meter, backwards=backwards)
-        rows = list(tensor.rows(setup, plan, [SPEC], ("bfloat16",), resolved, 1.0, sources=sources))
+        progress = now_and_then(f"side {'B' if backwards else 'A'}, cases")
+        rows = list(tensor.rows(setup, plan, [SPEC], ("bfloat16",), resolved, 1.0, progress, sources))
         errors = [row["error"] for row in rows if "error" in row]
         if errors:
             parent.send({"error": f"{backend}: {len(errors)} of {len(rows)} cases raised: {errors[0]}"})
@@ -145,11 +152,15 @@ def _utilisation(device: str) -> Iterator[list[int]]:
 
 def main(argv: list[str] | None = None) -> int:
     """0 measured; 2 for bad flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m attention.bench_tensor_replay",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--device", default="cuda", help="cpu or cuda")
     parser.add_argument("--backends", nargs=2, metavar=("A", "B"), help=f"of both sides (default: {_DEFAULTS})")
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--max-kv-len", type=int, default=8192)
+    parser.add_argument("--seeds", type=int, default=10, help="inputs of each case (default: %(default)s)")
+    parser.add_argument("--max-kv-len", type=int, default=8192, help="default: %(default)s")
     parser.add_argument("--out", type=Path, help="JSON file; default: stdout")
     options = parser.parse_args(argv)
     end_on_sigterm()
