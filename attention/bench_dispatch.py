@@ -1,9 +1,10 @@
 """Host overhead of the dispatcher's last step: a planned `run` against the call that a user would write.
 
-    python -m attention bench dispatch --backend torch_sdpa:flash --device cuda [--calls 20000] [--json]
-    python -m attention.bench_dispatch --backends torch_sdpa:flash,flash_attn:fa2 --out rows.json --budget-s 45
+    python -m attention bench dispatch --backend torch_sdpa:flash [--device cuda] [--calls 20000] [--json]
+    python -m attention.bench_dispatch --backends torch_sdpa:flash --device cpu --calls 200 --out rows.json
+    python -m attention.bench_dispatch --backends torch_sdpa:flash,flash_attn:fa2 --out rows.json   # needs a GPU
 
-The second takes one decode of each backend, in a worker process, and as many pairs as its share of the time allows
+The module takes one decode of each backend, in a worker process, and as many pairs as its share of the time allows
 (2,000 at least, if they fit; `calls` says how many). A backend that crashes is a row with its error, and the file is
 written anew after each.
 
@@ -256,10 +257,14 @@ def main() -> int:
     if "--worker" in sys.argv[1:]:
         _worker()
         return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m attention.bench_dispatch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--backends", required=True, help="comma-separated")
     parser.add_argument("--out", type=Path, required=True, help="a .json file of rows")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--calls", type=int, help="pairs of calls at most (20000 on a GPU, 2000 on the CPU)")
     parser.add_argument("--budget-s", type=float, help="seconds for all")
     parser.add_argument("--resume", action="store_true", help="keep the rows of --out, measure the other backends")

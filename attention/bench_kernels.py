@@ -1,7 +1,7 @@
 """Attention kernels against what bounds them: decode beside a plain read of the same bytes, prefill beside FA2.
 
-    python -m attention.bench_kernels --device cuda --out rows.json [--only decode] [--blocks 25]
-    TRITON_INTERPRET=1 python -m attention.bench_kernels --device cpu --small --out rows.json
+    python -m attention.bench_kernels --device cuda --out rows.json [--only decode] [--blocks 25]     # needs a GPU
+    TRITON_INTERPRET=1 python -m attention.bench_kernels --device cpu --small --out rows.json         # runs anywhere
 
 Decode: 64 sequences of 4096 keys; TB/s of K and V. `read:triton` and `read:torch` only sum the same bytes. Prefill: one
 causal prompt of 8192 tokens; TFLOP/s. 32 query and 8 KV heads, D 128, bfloat16. Every contender has the same numbers,
@@ -209,9 +209,11 @@ def line(row: Row) -> str:
     return f"{row.shape:16} {row.contender:30} {row.figure:10.4g} {row.unit:8} {row.microseconds:9.1f} us{ratio}"
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The flags that this and `triton_tune` share."""
-    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """The flags that this and `triton_tune` share; `module` is whose."""
+    found = argparse.ArgumentParser(
+        prog=f"python -m {module}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("--out", type=Path, required=True, help="a .json or .parquet file of rows")
     found.add_argument("--device", default="cuda", help="cuda, or cpu with --small in Triton's interpreter")
     found.add_argument("--small", action="store_true", help="shapes that the interpreter can do")
@@ -257,7 +259,7 @@ def run(options: argparse.Namespace, names_of: Callable[[Shape], list[str]]) -> 
 
 
 def main() -> int:
-    options = parser(__doc__).parse_args()
+    options = parser("attention.bench_kernels", __doc__).parse_args()
     return exit_code(lambda: run(options, lambda shape: contenders(shape, options.device)))
 
 

@@ -1,7 +1,7 @@
 """All evidence of one machine in one go: fingerprint, compilation, probes, host overhead, kernels, fingerprint again.
 
-    python -m attention.evidence --out data/evidence/h200 --budget-s 480
-    python -m attention.evidence --table data/evidence/h200        # the backends as a markdown table
+    python -m attention.evidence --out data/evidence/h200 --budget-s 480   # needs a GPU
+    python -m attention.evidence --table data/evidence/h200                # the backends as a markdown table, anywhere
 
 Every step is a process group of its own with a share of the time that is left; what a step does not use goes to
 those after it. A step writes what it has as it goes, so that one that is killed loses the item that it was at. One
@@ -350,12 +350,14 @@ def _overhead(rows: list[dict[str, Any]]) -> tuple[str, str]:
 
 def main(argv: list[str] | None = None) -> int:
     """0 when every step is done; 1 when one is not; 2 for bad flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m attention.evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="folder of the evidence")
     parser.add_argument("--table", type=Path, metavar="FOLDER", help="print the markdown table of a folder instead")
-    parser.add_argument("--budget-s", type=float, default=480.0)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--cells", type=Path, default=CELLS)
+    parser.add_argument("--budget-s", type=float, default=480.0, help="seconds for all steps (default: %(default)g)")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu (default: %(default)s)")
+    parser.add_argument("--cells", type=Path, default=CELLS, help="cases and checks to probe (default: %(default)s)")
     parser.add_argument("--backends", default="all", help="to probe, comma-separated")
     parser.add_argument("--calls", type=int, help="pairs of calls for the host overhead, at most")
     parser.add_argument("--small", action="store_true", help="kernels on shapes that Triton's interpreter can do")

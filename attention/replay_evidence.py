@@ -1,10 +1,12 @@
 """What a GPU showed of the replay, as a markdown table.
 
-python -m attention.bench_tensor_replay --out DIR/tensor.json
-python -m attention.bench_replay --model MODEL --out DIR/model.json
-python -m attention.drill.measure --plan h200 --frozen gates/thresholds.yaml gates/suites --out ROWS --jobs 16
-python -m flows drill --rows ROWS --json >DIR/drill.json
-python -m attention.replay_evidence DIR
+    python -m attention.bench_tensor_replay --out DIR/tensor.json
+    python -m attention.bench_replay --model MODEL --out DIR/model.json
+    python -m attention.drill.measure --plan h200 --frozen gates/thresholds.yaml gates/suites --out ROWS --jobs 16
+    python -m flows drill --rows ROWS --json >DIR/drill.json
+    python -m attention.replay_evidence DIR
+
+The first three commands need a GPU, the others run anywhere.
 """
 
 from __future__ import annotations
@@ -59,8 +61,12 @@ def _row(*cells: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser = argparse.ArgumentParser(
+        prog="python -m attention.replay_evidence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, help="holds tensor.json, model.json and drill.json")
     options = parser.parse_args(argv)
 
     def run() -> int:

@@ -3,7 +3,8 @@
     python -m attention.warm --cells attention/cells/hopper.yaml --out compiled.json [--backends flashinfer:fa2,...]
         [--jobs 16] [--budget-s 180] [--resume]
 
-Compiled code lands in the caches of the libraries (attention/jit.py counts them), where probes and benches find it.
+It needs a GPU. Compiled code lands in the caches of the libraries (attention/jit.py counts them), where probes and
+benches find it.
 FlashInfer compiles in `plan`, one module a job; the others at the first run of a case. What declared rules refuse is
 no job. A module that does not compile, or takes longer than the time allows, is a row with its error. The file is
 written anew after each row: {"before", "after", "refused", "counts", "rows"}. Exit 3: the time was spent before all.
@@ -259,11 +260,13 @@ def main() -> int:
     if "--worker" in sys.argv[1:]:
         _worker()
         return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = argparse.ArgumentParser(
+        prog="python -m attention.warm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cells", type=Path, required=True, help="cases (YAML or JSON), as for `attention probe`")
+    parser.add_argument("--out", type=Path, required=True, help="a .json file of what was compiled")
     parser.add_argument("--backends", default=",".join(COMPILING), help="comma-separated")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", help="default: %(default)s")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--budget-s", type=float, help="seconds for all; what is left is not run")
     parser.add_argument(

@@ -2,9 +2,9 @@
 
     python -m attention.backends.triton_tune --out rows.json [--only decode] [--blocks 15] [--jobs 14] [--budget-s 300]
 
-Shapes, checks and clock are those of `attention.bench_kernels`; every tile is checked against the oracle in a worker
-process before it is timed, so that one that faults is a row with its error. `triton:paged` alone is what the tables
-choose now; rows come best first: tiles that beat it are to be written there.
+It needs a GPU. Shapes, checks and clock are those of `attention.bench_kernels`; every tile is checked against the
+oracle in a worker process before it is timed, so that one that faults is a row with its error. `triton:paged` alone is
+what the tables choose now; rows come best first: tiles that beat it are to be written there.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def contenders(shape: Shape) -> list[str]:
 
 
 def main() -> int:
-    options = parser(__doc__).parse_args()
+    options = parser("attention.backends.triton_tune", __doc__).parse_args()
     try:
         return run(options, contenders)
     except UserError as error:
