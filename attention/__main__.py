@@ -25,6 +25,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from attention import STARTED
+from attention.cases import DRAWN_INPUTS, REPLAY_INPUTS
 from attention.errors import UserError, exit_code
 from attention.flags import check_count, check_seconds
 from attention.job import (
@@ -52,6 +53,42 @@ what else a backend can do, and most backends fail some. Exit 1: a backend that 
 not pass a required probe, although another may stand in for it. Exit 0: none did so; whoever the declared rules refuse
 (static rows) does not count. Exit 2: no backend of the policy is left. A file of --cells requires nothing: exit 0."""
 
+REPLAY_HELP = """Record the numerical replay of one side: with --job all layers, with --cases a file of cases, with
+--prompts a file of prompts, teacher-forced."""
+
+#: By verb, what a person may type as it stands, in the repository's root.
+EXAMPLES = {
+    "fingerprint": """
+  python -m attention fingerprint
+  python -m attention fingerprint --diff data/evidence/h200/fingerprint_before.json \\
+    data/evidence/h200/fingerprint_after.json""",
+    "matrix": """
+  python -m attention matrix
+  python -m attention matrix --drift data/evidence/h200/probes.parquet""",
+    "resolve": """
+  python -m attention resolve data/policies/document.yaml""",
+    "probe": """
+  python -m attention probe --backends torch_sdpa
+on a GPU:
+  python -m attention probe --backends all --device cuda --cells attention/cells/hopper.yaml --out rows.parquet""",
+    "replay": """
+  python -m attention replay --cases attention/cells/cpu.yaml --out A
+  python -m attention replay --prompts data/golden/golden.jsonl --max-tokens 64 --decode-tokens 8 --out A-prompts""",
+    "compare": """
+  python -m attention replay --cases attention/cells/cpu.yaml --policy data/policies/cpu-math.yaml --out A
+  python -m attention replay --cases attention/cells/cpu.yaml --policy data/policies/cpu-flash.yaml --out B
+  python -m attention compare A B""",
+    "bench": """
+  python -m attention bench dispatch --calls 200
+  echo '{"setup": {"model": "data/models/smollm2-135m-instruct", "policy": "data/policies/cpu-flash.yaml"}}' >job.json
+  python -m attention bench --job job.json </dev/null
+on a GPU:
+  python -m attention bench dispatch --backend flash_attn --backend flashinfer --device cuda""",
+    "serve": """
+  python -m attention serve --model data/models/smollm2-135m-instruct --policy data/policies/cpu-flash.yaml \\
+    --port 8080 --release-id mine --side champion --instance mine-1 --lake data/lake""",
+}
+
 
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
@@ -69,7 +106,13 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True)
 
     def verb(name: str, help_text: str, run: Any, *, job: bool = False, setup: bool = False) -> Any:
-        sub = verbs.add_parser(name, help=help_text, description=help_text)
+        sub = verbs.add_parser(
+            name,
+            help=help_text,
+            description=help_text,
+            epilog=f"examples:{EXAMPLES[name]}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         sub.set_defaults(run=run)
         if job:
             sub.add_argument("--job", type=Path, help="job file (JSON, attention/job.py); replaces the other flags")
@@ -97,12 +140,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="OBSERVED",
         help="a file of `probe --out` against the rules that it met, or two files against each other",
     )
-    resolve = verbs.add_parser("resolve", help="the ordered chain of a policy, and why others are left out")
+    resolve = verb("resolve", "the ordered chain of a policy, and why others are left out", _resolve)
     resolve.add_argument("policy", type=Path, help="attention policy (YAML)")
     resolve.add_argument("--model", type=Path, default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: %(default)s)")
     resolve.add_argument("--device", default="cpu", help="cpu or cuda")
     resolve.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    resolve.set_defaults(run=_resolve)
     probe = verb("probe", "run the capability probes", _probe, job=True, setup=True)
     probe.description = PROBE_HELP
     probe.add_argument(
@@ -122,12 +164,10 @@ def _parser() -> argparse.ArgumentParser:
         "--try-declared-failures", action="store_true", help="run also what declared rules refuse (for matrix --drift)"
     )
     replay = verb("replay", "record the numerical replay of one side", _replay, job=True, setup=True)
-    replay.description = (
-        "Record the numerical replay of one side: with --job all layers, with --cases a file of cases, with --prompts "
-        "a file of prompts, teacher-forced."
-    )
+    replay.description = REPLAY_HELP
     replay.add_argument("--cases", type=Path, help="cases (YAML or JSON, as for probe --cells) to record into --out")
-    replay.add_argument("--inputs", help="--cases: comma-separated kinds of inputs (normal,needle,large_logit)")
+    kinds = f"--cases: comma-separated kinds of {', '.join(DRAWN_INPUTS)} (default: {','.join(REPLAY_INPUTS)})"
+    replay.add_argument("--inputs", help=kinds)
     replay.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="--cases: seeds (default: 0 1)")
     replay.add_argument(
         "--prompts", type=Path, help="prompts (JSON Lines: requests or a golden set) to record into --out"

@@ -21,7 +21,7 @@ import re
 from collections import Counter
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -76,6 +76,8 @@ REPLAY_SHAPES: tuple[tuple[Phase, str], ...] = (
 #: three, which need neither a window nor a model.
 Inputs = Literal["normal", "needle", "large_logit", "window_edge", "sink", "activations"]
 REPLAY_INPUTS: tuple[Inputs, ...] = ("normal", "needle", "large_logit")
+#: Those that need no model's prompts.
+DRAWN_INPUTS: tuple[Inputs, ...] = tuple(kind for kind in get_args(Inputs) if kind != "activations")
 
 
 class Sequence(BaseModel):

@@ -9,10 +9,10 @@ import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from attention import startup
-from attention.cases import REPLAY_INPUTS, AttentionCase, Inputs
+from attention.cases import DRAWN_INPUTS, REPLAY_INPUTS, AttentionCase, Inputs
 from attention.cells import load_cells
 from attention.errors import UserError
 from attention.job import Setup
@@ -23,7 +23,6 @@ from attention.replay.environment import fields_of
 from attention.replay.recording import Manifest, Recording, record
 from attention.replay.truths import Truths, compute
 
-CHOICES: tuple[Inputs, ...] = tuple(kind for kind in get_args(Inputs) if kind != "activations")
 EXIT = {"pass": 0, "fail": 1, "error": 3}
 NUM_SHOWN = 20
 
@@ -107,9 +106,11 @@ def _lines(rows: list[judge.Judged]) -> list[str]:
 
 def _inputs(text: str) -> tuple[Inputs, ...]:
     names = [part.strip() for part in text.split(",")]
-    if unknown := [name for name in names if name not in CHOICES]:
-        raise UserError(f"--inputs {unknown[0]!r}: one of {', '.join(CHOICES)} (activations need a release's prompts)")
-    return tuple(kind for kind in CHOICES if kind in names)
+    if unknown := [name for name in names if name not in DRAWN_INPUTS]:
+        raise UserError(
+            f"--inputs {unknown[0]!r}: one of {', '.join(DRAWN_INPUTS)} (activations need a release's prompts)"
+        )
+    return tuple(kind for kind in DRAWN_INPUTS if kind in names)
 
 
 def _counts(counter: Counter[str]) -> str:
