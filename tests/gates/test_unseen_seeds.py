@@ -28,7 +28,7 @@ from attention.replay.inputs import Captured
 from attention.replay.problems import Problem, make
 from data.golden_set import load_golden
 from data.paths import models_dir
-from gates.thresholds import load_limits
+from gates.thresholds import THRESHOLDS_FILE, load_limits
 
 NUM_SEEDS = 40
 LONG_EVERY = 20  # seeds of which one also runs the shapes beyond 1,024 keys
@@ -61,12 +61,12 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Captured:
     return activations.capture(runner, specs, prompts, 0, 4096, path)[specs[0]]
 
 
-def cases(dtype: str, inputs: Inputs, max_kv_len: int) -> Iterator[AttentionCase]:
+def cases(dtype: str, inputs: Inputs, longest: int) -> Iterator[AttentionCase]:
     spec = AttentionSpec(9, 3, 64, 64, getattr(torch, dtype), 64**-0.5)
     if inputs != "window_edge":
-        yield from tensor.cases(spec, dtype, 16, max_kv_len)
+        yield from tensor.cases(spec, dtype, 16, longest)
     if inputs in WINDOWED:
-        yield from (c for c in tensor.cases(replace(spec, window=(31, 0)), dtype, 16, max_kv_len) if c.windowed)
+        yield from (c for c in tensor.cases(replace(spec, window=(31, 0)), dtype, 16, longest) if c.windowed)
 
 
 def figures(problem: Problem, kernel: str, scale_factor: float = 1.0) -> Figures:
@@ -74,6 +74,16 @@ def figures(problem: Problem, kernel: str, scale_factor: float = 1.0) -> Figures
     with torch.inference_mode():
         out, lse = create(kernel, "cpu").plan(problem.batch, spec).run(problem.q_THD, problem.k, problem.v)
     return compare(out, lse, problem.truth, problem.spec.dtype, problem.batch.q_lens)
+
+
+def max_kv_len(number: int) -> int:
+    return 1024 if number % LONG_EVERY else 8192
+
+
+def test_the_thresholds_say_how_many_cases_and_runs_their_reasons_rest_on() -> None:
+    num = sum(len(list(cases("bfloat16", one, max_kv_len(n)))) for one in INPUTS for n in range(NUM_SEEDS))
+    header = " ".join(THRESHOLDS_FILE.read_text().partition("default:")[0].replace("#", "").split())
+    assert f"{num * len(KERNELS):,} runs of {num:,} cases a dtype" in header
 
 
 @pytest.mark.slow
@@ -89,7 +99,7 @@ def test_sound_kernels_pass_on_unseen_seeds_and_a_wrong_scale_on_none(
     for number in range(NUM_SEEDS):
         seed = secrets.randbelow(1 << 31)
         faulty: list[Figures] = []
-        for case in cases(dtype, inputs, 1024 if number % LONG_EVERY else 8192):
+        for case in cases(dtype, inputs, max_kv_len(number)):
             problem = make(case, inputs, seed, captured=text)
             sides = [figures(problem, kernel) for kernel in KERNELS]
             for name in RATIOS:
