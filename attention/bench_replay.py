@@ -144,10 +144,10 @@ def measure(
     """Raw seconds by what was timed, and the figures that follow from their medians."""
     dtype = resolve_dtype("auto", device)
     pages = 2 * -(-size.tokens // 16) * size.prompts  # forced decode keeps its own for all rounds
-    say(f"{folder}: loading; then a round to warm up and {size.rounds} that count")
     dispatchers = [_dispatcher(folder, name, dtype, device) for name in backends]
     runner = Runner(folder, dispatchers[0], dtype=dtype, device=device, num_pages=pages)
     texts = _texts(runner, size)
+    say(f"{runner.name}: loading the plain model; then a round to warm up and {size.rounds} that count")
     ids_NL = torch.tensor(texts, device=device)
     head = compare.Head.read(folder, device)
     scoring = ModelPlan(prompts=_prompts(size), max_tokens=size.tokens, decode_tokens=0)
