@@ -17,7 +17,8 @@ from pydantic import BaseModel
 from data.candidate import Cell, Loaded, load_candidate
 from data.paths import cell_dir
 from gates.verdict import GateReport, Verdict, worst
-from tasks import figures, lifecycle
+from tasks import figures, lifecycle, qualified
+from tasks import report as report_html
 from tasks.context import Context, new_release_id
 from tasks.offline import OFFLINE_STAGES, run_stage
 from tasks.record import RecordStore
@@ -40,6 +41,7 @@ class Qualified(BaseModel):
     reason: str
     gates: list[GateReport]
     seconds: dict[str, float]  # that each stage took
+    report: str  # report.html
     mlflow_run_id: str | None
 
     @property
@@ -66,7 +68,7 @@ def run(candidate: Path, *, champion: str | None, say: Say) -> list[Qualified]:
 
 
 def qualify_cell(loaded: Loaded, against: Loaded, cell: Cell, say: Say, *, prefix: str = "qualify") -> Qualified:
-    """Measure and judge one cell; evidence goes to the lake under an id of its own, and to MLflow."""
+    """Measure and judge one cell; evidence and verdicts go to the lake under an id of its own, and to MLflow."""
     context = Context(
         release_id=f"{prefix}-{new_release_id(loaded.candidate.name)}",
         cell=cell,
@@ -86,12 +88,15 @@ def qualify_cell(loaded: Loaded, against: Loaded, cell: Cell, say: Say, *, prefi
         tags=(prefix,),
         policy_yaml=loaded.policy_path.read_text(),
     )
+    qualified.keep(story, context.work)
+    say(f"id {context.release_id}")
     run_id = tracker.open_release(story)
     reports: list[GateReport] = []
     seconds: dict[str, float] = {}
     for name in OFFLINE_STAGES:
         started = time.monotonic()
         report = run_stage(name, context).report
+        report.write(context.lake, context.release_id, gpu=cell.gpu, model=cell.model)
         reports.append(report)
         seconds[name] = round(time.monotonic() - started, 3)
         say(f"{name}: {report.verdict}, {len(report.checks)} checks, {seconds[name]:.0f} s")
@@ -104,7 +109,11 @@ def qualify_cell(loaded: Loaded, against: Loaded, cell: Cell, say: Say, *, prefi
     state = {"pass": "qualified", "fail": "rejected"}.get(str(verdict), "held")
     reason = failed.reason if failed else "every offline gate passed"
     ended = {"state": state, "reason": reason, "failed_gate": failed.stage if failed else None}
-    tracker.close_release(run_id, with_evidence(story.model_copy(update=ended), context.lake))
+    story = story.model_copy(update=ended)
+    qualified.keep(story, context.work)
+    told = with_evidence(story, context.lake)
+    page = report_html.write(told, context.work / "figures")
+    tracker.close_release(run_id, told, page)
     return Qualified(
         qualification_id=context.release_id,
         candidate=loaded.candidate.name,
@@ -116,5 +125,6 @@ def qualify_cell(loaded: Loaded, against: Loaded, cell: Cell, say: Say, *, prefi
         reason=reason,
         gates=reports,
         seconds=seconds,
+        report=str(page),
         mlflow_run_id=run_id,
     )

@@ -47,11 +47,13 @@ def show_release(results: Sequence[ReleaseResult]) -> None:
 
 
 def show_qualified(found: Sequence[Qualified]) -> None:
-    """The same table for the offline gates, then the verdict as the last line."""
+    """The same of the offline gates under the id that `why` takes, then the verdict as the last line."""
     console = console_of_width()
     for one in found:
         console.print(Text(f"{one.candidate} against {one.champion} on {one.gpu}, {one.family}"), soft_wrap=True)
+        console.print(Text(f"id       {one.qualification_id}"), soft_wrap=True)
         console.print(gate_table(_offline(one)))
+        console.print(Text(f"report   {one.report}"), soft_wrap=True)
         console.print(Text(one.reason), soft_wrap=True)
         console.print(word(one.verdict, one.verdict))
 

@@ -1,4 +1,4 @@
-"""`python -m flows why RELEASE`: why it passed or failed, down to the rows of evidence.
+"""`python -m flows why RELEASE`: why it passed or failed, down to the rows of evidence; a qualification too.
 
 Every gate's verdict, each check that did not pass with its figure, limit and owner, the events, and
 the worst rows behind the first failing check. Prompts, outputs and tokens are not shown: a row names
@@ -22,6 +22,7 @@ from attention.reasons import Reason
 from data.paths import cell_dir, cells, lake_dir
 from gates.report import figure, table
 from gates.verdict import Check, GateReport, Verdict
+from tasks import qualified
 from tasks.record import RecordStore
 from tasks.story import Event, Story, tell, with_evidence
 
@@ -56,7 +57,7 @@ class Why(BaseModel):
 
 
 def why(release_id: str) -> Why:
-    """Raises UserError, naming the nearest ids, for a release that neither record nor lake knows."""
+    """Raises UserError, naming the nearest ids, for a release that no record, no qualification and no lake knows."""
     story = _story(release_id)
     gate = next((gate for gate in story.gates if gate.verdict is not Verdict.PASS), None)
     check = gate.decisive[0] if gate is not None and gate.decisive else None
@@ -81,6 +82,8 @@ def _story(release_id: str) -> Story:
             return tell(RecordStore(cell_dir(gpu, family) / "record.json").load(), lake, release_id)
         except (KeyError, UserError):  # another cell's release; `status` and `doctor` tell of a broken record
             continue
+    if (kept := qualified.find(release_id)) is not None:
+        return with_evidence(kept, lake)
     known = known_releases(lake)
     if release_id not in known:
         close = difflib.get_close_matches(release_id, known, n=3, cutoff=0.3) or known[-3:]
@@ -93,15 +96,15 @@ def _story(release_id: str) -> Story:
             gpu="?",
             family="?",
             state="unknown",
-            reason="no record tells of it: a qualification, or its record is gone",
+            reason="no record tells of it: its record is gone, or an earlier version qualified it",
         ),
         lake,
     )
 
 
 def known_releases(lake: Path) -> list[str]:
-    """Ids with evidence in the lake, sorted; from folder names, without reading a file."""
-    return sorted({folder.name.partition("=")[2] for folder in lake.glob("*/release_id=*")})
+    """Ids with evidence in the lake, and of qualifications, sorted; from folder names, without reading a file."""
+    return sorted({folder.name.partition("=")[2] for folder in lake.glob("*/release_id=*")} | set(qualified.known()))
 
 
 # ---------------------------------------------------------------------------- evidence
@@ -250,7 +253,7 @@ def render(answer: Why) -> RenderableType:
     for label, value in (("compared with", answer.champion), ("confirmed", answer.confirmed_backend)):
         if value:
             parts.append(Text(f"{label}: {value}", style="dim"))
-    parts.append(_gate_table(answer.gates))
+    parts.append(_gate_table(answer))
     if answer.evidence is not None and answer.first_failing is not None:
         parts.append(Text(f"\n{answer.evidence.table} behind {answer.first_failing.check}", style="bold"))
         rows = Rows(*answer.evidence.columns, text=answer.evidence.columns[-1] in _TEXT)
@@ -269,16 +272,17 @@ def render(answer: Why) -> RenderableType:
     return Group(*parts)
 
 
-def _gate_table(gates: tuple[GateReport, ...]) -> RenderableType:
+def _gate_table(answer: Why) -> RenderableType:
     """A line a gate; under it the checks that did not pass."""
     from rich.text import Text
 
     from flows.tables import Rows, word
 
-    if not gates:
-        return Text("no gate has judged it yet")
+    if not answer.gates:
+        unknown = answer.state == "unknown"
+        return Text("the lake has no verdict of a gate on it" if unknown else "no gate has judged it yet")
     rows = Rows("gate", "verdict", "observed", "limit", "owner", "why")
-    for gate in gates:
+    for gate in answer.gates:
         rows.add(gate.stage, word(gate.verdict.value, gate.verdict.value), "", "", "", gate.reason)
         for row in table(gate):
             if row.verdict != "pass":

@@ -47,9 +47,12 @@ def test_a_qualification_says_what_its_passes_could_have_seen(capsys: pytest.Cap
         qualification_id=f"qualify-{CANDIDATE}-20261129-231502", candidate=CANDIDATE, champion="torch-math-cpu",
         gpu="cpu", family="smollm2", verdict="fail", failed_gate="replay", reason=failing().reason,
         gates=[passing("probe"), failing("replay")], seconds={"probe": 9.7, "replay": 39.2}, mlflow_run_id=None,
+        report="/a/folder/figures/report.html",
     )  # fmt: skip
     show_qualified([one])
     text = capsys.readouterr().out
+    assert f"\nid       qualify-{CANDIDATE}-20261129-231502\n" in text, "whole, to be copied into `why`"
+    assert "\nreport   /a/folder/figures/report.html\n" in text
     assert EFFECT in words(text)
     assert "probe   pass          1       10  1 in 40\n" in text
     assert words("replay fail 2 39 replay: r_rms is 31.5 in decode-q1s256 <needle>") in words(text)

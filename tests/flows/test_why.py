@@ -193,3 +193,6 @@ def test_a_release_that_no_record_knows_is_told_from_the_lake(home: Path) -> Non
     answer = why("orphan")
     assert answer.state == "unknown"
     assert [gate.stage for gate in answer.gates] == ["probe", "replay", "baseline"]
+    unjudged = answer.model_copy(update={"gates": ()})
+    assert "the lake has no verdict of a gate on it" in printed(unjudged)
+    assert "no gate has judged it yet" in printed(unjudged.model_copy(update={"state": "registered"}))
