@@ -210,7 +210,10 @@ def status(
     as_json: Json = False,
     repair: Annotated[bool, typer.Option("--repair", help="rebuild MLflow's copies from record and lake")] = False,
 ) -> None:
-    """What every cell does: state, champion, shares, lease."""
+    """What every cell does: state, champion, shares, lease.
+
+    Example: python -m flows status
+    """
     from flows import status as module
 
     found = module.status(repair=repair)
@@ -220,14 +223,20 @@ def status(
 @app.command()
 def why(
     release_id: Annotated[
-        str, typer.Argument(metavar="RELEASE", help="release id, as `status` shows it", callback=_text)
-    ],
+        str | None,
+        typer.Argument(
+            metavar="RELEASE", help="id, as `status` or `qualify` shows it; default: the newest", callback=_text
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Why a release passed or failed, down to the rows behind it."""
+    """Why a release or a qualification passed or failed, down to the rows behind it.
+
+    Example: python -m flows why
+    """
     from flows import why as module
 
-    _show(module.why(release_id), module.render, as_json)
+    _show(module.why(module.newest() if release_id is None else release_id), module.render, as_json)
 
 
 @app.command()
@@ -248,7 +257,10 @@ def qualify(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """The four offline phases only; no traffic moves."""
+    """The four offline phases only; no traffic moves.
+
+    Example: python -m flows qualify data/candidates/torch-flash-cpu.yaml
+    """
     from flows import qualify as module
     from flows.terminal import progress, show_qualified
 
@@ -295,7 +307,10 @@ def drill(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Inject faults into kernels: are all caught, and nothing sound?"""
+    """Inject faults into kernels: are all caught, and nothing sound?
+
+    Example: python -m flows drill --small
+    """
     from flows import drill as module
     from flows.terminal import progress
     from tasks import drill as task

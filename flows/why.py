@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 MAX_ROWS = 8
+_BEGAN = re.compile(r"\d{8}-\d{6}$")  # at the end of an id: tasks.context.new_release_id
 MAX_EVENTS = 15
 
 
@@ -100,6 +101,14 @@ def _story(release_id: str) -> Story:
         ),
         lake,
     )
+
+
+def newest() -> str:
+    """The id that began last, by the time in it. Raises UserError where there is none."""
+    known = known_releases(lake_dir())
+    if not known:
+        raise UserError("nothing has been released yet: `make release` does it")
+    return max(known, key=lambda one: (found.group() if (found := _BEGAN.search(one)) else "", one))
 
 
 def known_releases(lake: Path) -> list[str]:
@@ -250,7 +259,8 @@ def render(answer: Why) -> RenderableType:
     parts: list[RenderableType] = [Text(answer.headline, style="bold")]
     if answer.reason:
         parts.append(Text(answer.reason))
-    for label, value in (("compared with", answer.champion), ("confirmed", answer.confirmed_backend)):
+    facts = {"id": answer.release_id, "compared with": answer.champion, "confirmed": answer.confirmed_backend}
+    for label, value in facts.items():
         if value:
             parts.append(Text(f"{label}: {value}", style="dim"))
     parts.append(_gate_table(answer))

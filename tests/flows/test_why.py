@@ -11,7 +11,7 @@ from rich.console import Console
 from attention.errors import UserError
 from attention.schemas import write_rows
 from data.paths import cell_dir, lake_dir
-from flows.why import Evidence, Why, render, why
+from flows.why import Evidence, Why, newest, render, why
 from gates.verdict import Check, GateReport, Verdict
 from tasks.record import RecordStore
 from tests.tasks.sample_lake import SECRET, SECRET_TOKEN, START, fill, passing
@@ -54,6 +54,7 @@ def test_a_failed_release_names_gate_check_figure_limit_and_owner(home: Path) ->
     assert answer.first_failing is not None
     assert answer.first_failing.check == "tensor.float32.r_rms"
     text = printed(answer)
+    assert "id: wrong-scale-20261129\n" in text
     for part in ("tensor.float32.r_rms", "31.5", "<= 2", "numerics", "a sound kernel stays below 1.5"):
         assert part in text
 
@@ -186,6 +187,15 @@ def test_nothing_released_yet_is_said_so(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("ATTENTION_RELEASE_HOME", str(tmp_path))
     with pytest.raises(UserError, match="nothing has been released yet"):
         why("r1")
+
+
+def test_without_an_id_it_is_the_newest_that_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTENTION_RELEASE_HOME", str(tmp_path))
+    with pytest.raises(UserError, match="nothing has been released yet: `make release` does it"):
+        newest()
+    for release_id in ("zeta-20261129-231502", "alpha-20261130-000000", "of-another-form"):
+        fill(lake_dir(), release_id)
+    assert newest() == "alpha-20261130-000000"
 
 
 def test_a_release_that_no_record_knows_is_told_from_the_lake(home: Path) -> None:
