@@ -12,6 +12,7 @@ Works in query chunks, so that memory stays near `chunk * kv_len * heads` float6
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -55,29 +56,34 @@ def attend(
     if spec.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         raise RuntimeError("float32 products run in TF32 here: torch.set_float32_matmul_precision('highest')")
     k_GLD, v_GLD = (
-        cache.double().mul(factor).transpose(0, 1) for cache, factor in ((k_LGD, spec.k_scale), (v_LGD, spec.v_scale))
+        (cache.double() if factor == 1 else cache.double() * factor).transpose(0, 1)
+        for cache, factor in ((k_LGD, spec.k_scale), (v_LGD, spec.v_scale))
     )
+    scaled_QHD = q_QHD.double() * spec.scale  # here it costs no pass over the scores
     allowed_QL = positions_mask(q_len, kv_len, spec, q_QHD.device)
     if mask_QL is not None:
         allowed_QL = mask_QL if allowed_QL is None else allowed_QL & mask_QL
-    if allowed_QL is not None:  # what no query sees may hold NaN, and a weight of 0 times NaN is NaN
-        v_GLD = v_GLD.masked_fill(~allowed_QL.any(0)[:, None], 0.0)
+    hidden_QL = None if allowed_QL is None else ~allowed_QL
+    if hidden_QL is not None:  # what no query sees may hold NaN, and a weight of 0 times NaN is NaN
+        v_GLD = v_GLD.masked_fill(hidden_QL.all(0)[:, None], 0.0)
     step = max(1, _CHUNK_SCORES // max(1, spec.heads_q * kv_len))
     outs, lses, roundeds = [], [], []
     for start in range(0, max(1, q_len), step):  # once also without a query: empty results of the right shape
         rows = slice(start, min(q_len, start + step))
         # The keys that some of these rows may see: half of all in a causal prefill.
         keys = slice(0, max(0, min(kv_len, kv_len - q_len + rows.stop)) if spec.causal else kv_len)
-        q_HQD, k_GLd, v_GLd = q_QHD[rows].transpose(0, 1), k_GLD[:, keys], v_GLD[:, keys]
-        allowed = None if allowed_QL is None else allowed_QL[rows, keys]
+        k_GdL, v_GLd = k_GLD[:, keys].transpose(1, 2), v_GLD[:, keys]
+        hidden = None if hidden_QL is None else hidden_QL[rows, keys]
         bias = None if spec.alibi_slopes is None else _alibi(rows, keys, kv_len - q_len, spec.alibi_slopes, k_GLD)
-        s_HQL = _scores(q_HQD.double(), k_GLd, spec, bias, allowed)
-        out, lse = _softmax_times(s_HQL, v_GLd, spec)
+        s_HQL = _scores(_by_groups(scaled_QHD[rows].transpose(0, 1), k_GdL), spec, bias, hidden)
+        top = _top(s_HQL, spec)
+        out, lse = _softmax_times(s_HQL, v_GLd, spec, top)
         if spec.dtype == torch.float32:
-            s_HQL = _scores(q_HQD.float(), k_GLd.float(), spec, bias, allowed)
-            rounded, _ = _softmax_times(s_HQL, v_GLd.float(), spec)
+            product = _by_groups(q_QHD[rows].float().transpose(0, 1), k_GdL.float()).mul_(spec.scale)
+            s_HQL = _scores(product, spec, bias, hidden)
+            rounded, _ = _softmax_times(s_HQL, v_GLd.float(), spec, _top(s_HQL, spec))
         else:
-            rounded = _rounded(s_HQL.float(), v_GLd, spec, out)
+            rounded = _rounded(s_HQL.float(), v_GLd, spec, top.float(), out)
         outs.append(out.transpose(0, 1))
         lses.append(lse.transpose(0, 1))
         roundeds.append(rounded.double().transpose(0, 1))
@@ -85,19 +91,14 @@ def attend(
 
 
 def _scores(
-    q_HQD: torch.Tensor,
-    k_GLD: torch.Tensor,
-    spec: AttentionSpec,
-    bias_HQL: torch.Tensor | None,
-    allowed_QL: torch.Tensor | None,
+    s_HQL: torch.Tensor, spec: AttentionSpec, bias_HQL: torch.Tensor | None, hidden_QL: torch.Tensor | None
 ) -> torch.Tensor:
-    """Scores [H, Q, L] before the softmax, in the dtype of q and K."""
-    s_HQL = _by_groups(q_HQD, k_GLD.transpose(1, 2)).mul_(spec.scale)
+    """Scores before the softmax, from the scaled products of q and K, which are written over."""
     if spec.softcap is not None:
         s_HQL = spec.softcap * torch.tanh(s_HQL / spec.softcap)
     if bias_HQL is not None:
         s_HQL += bias_HQL
-    return s_HQL if allowed_QL is None else s_HQL.masked_fill_(~allowed_QL, float("-inf"))
+    return s_HQL if hidden_QL is None else s_HQL.masked_fill_(hidden_QL, float("-inf"))
 
 
 def _alibi(rows: slice, keys: slice, offset: int, slopes: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
@@ -114,48 +115,58 @@ def _by_groups(a_HQX: torch.Tensor, b_GXY: torch.Tensor) -> torch.Tensor:
     return (a_HQX.reshape(groups, heads // groups * rows, width) @ b_GXY).view(heads, rows, b_GXY.shape[2])
 
 
-def _softmax_times(s_HQL: torch.Tensor, v_GLD: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [H, Q, D_vo] and LSE [H, Q] in the dtype of the arguments."""
-    p_HQL, sunk, top = _weights(s_HQL, spec)
-    total = p_HQL.sum(-1, keepdim=True) + sunk
-    out = _by_groups(p_HQL, v_GLD) / total.clamp_min(torch.finfo(total.dtype).tiny)
-    lse = torch.where(total == 0, torch.full_like(total, float("-inf")), total.log() + top)  # NaN stays NaN
-    return out, lse[..., 0]
-
-
-def _weights(s_HQL: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor]:
-    """P (unnormalised, 0..1), the sinks' part of its sum, and the score that P is relative to."""
+def _top(s_HQL: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """The score [H, Q, 1] that P is relative to: the largest of a row, 0 where that is not finite."""
     # amax refuses an empty dimension: without a key every row is empty.
-    top = s_HQL.amax(-1, keepdim=True) if s_HQL.shape[-1] else s_HQL.new_zeros(*s_HQL.shape[:2], 1)
-    sinks_H11 = None
+    top = s_HQL.amax(-1, keepdim=True) if s_HQL.shape[-1] else s_HQL.new_full((*s_HQL.shape[:2], 1), -math.inf)
     if spec.sinks is not None:
-        sinks_H11 = torch.tensor(spec.sinks, dtype=s_HQL.dtype, device=s_HQL.device)[:, None, None]
-        top = torch.maximum(top, sinks_H11)
-    top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
-    return (s_HQL - top).exp_(), 0.0 if sinks_H11 is None else torch.exp(sinks_H11 - top), top
+        top = torch.maximum(top, _sinks(spec, top))
+    return top.nan_to_num_(0.0, 0.0, 0.0)
 
 
-def _rounded(s_HQL: torch.Tensor, v_GLD: torch.Tensor, spec: AttentionSpec, exact_HQD: torch.Tensor) -> torch.Tensor:
-    """The output in float64 as a kernel of 16 bits rounds it: of two ways, element by element what is farther off.
+def _sinks(spec: AttentionSpec, like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(spec.sinks, dtype=like.dtype, device=like.device)[:, None, None]
+
+
+def _weights(s_HQL: torch.Tensor, spec: AttentionSpec, top: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """P (unnormalised, 0..1), and the sinks' part of its sum."""
+    sunk = 0.0 if spec.sinks is None else torch.exp(_sinks(spec, top) - top)
+    return (s_HQL - top).exp_(), sunk
+
+
+def _softmax_times(
+    s_HQL: torch.Tensor, v_GLD: torch.Tensor, spec: AttentionSpec, top: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [H, Q, D_vo] and LSE [H, Q] in the dtype of the arguments."""
+    p_HQL, sunk = _weights(s_HQL, spec, top)
+    total = p_HQL.sum(-1, keepdim=True) + sunk
+    out = _by_groups(p_HQL, v_GLD).div_(total.clamp_min(torch.finfo(total.dtype).tiny))
+    return out, (total.log_() + top)[..., 0]  # a row without a key: log 0, which is -inf
+
+
+def _rounded(
+    s_HQL: torch.Tensor, v_GLD: torch.Tensor, spec: AttentionSpec, top: torch.Tensor, exact_HQD: torch.Tensor
+) -> torch.Tensor:
+    """The output as a kernel of 16 bits rounds it: of two ways, element by element what is farther off.
 
     One sums P as it is and rounds the output. The other sums P as it was rounded for the product, and rounds the
-    outputs of parts of the keys too before it merges them, as FlashInfer's FA2 kernels do.
+    outputs of parts of the keys too before it merges them, as FlashInfer's FA2 kernels do. Scores and their largest
+    are float32, as kernels have them; what a kernel sums in float32 is summed in float64.
     """
-    p_HQL, sunk, _ = _weights(s_HQL, spec)
+    p_HQL, sunk = _weights(s_HQL, spec, top)
     total = (p_HQL.sum(-1, keepdim=True) + sunk).double()
-    p_HQL, tiny = p_HQL.to(spec.dtype).double(), torch.finfo(torch.float64).tiny
+    p_HQL, tiny = p_HQL.to(spec.dtype), torch.finfo(torch.float64).tiny
     length = max(_LEAST_PART, -(-s_HQL.shape[-1] // _MOST_PARTS))
     whole, merged, merged_total = torch.zeros_like(exact_HQD), torch.zeros_like(exact_HQD), torch.zeros_like(total)
-    for part_HQL, v_part in zip(p_HQL.split(length, -1), v_GLD.split(length, 1), strict=True):
-        product, part_total = _by_groups(part_HQL, v_part), part_HQL.sum(-1, keepdim=True)
+    parts = zip(*(p.split(length, -1) for p in (p_HQL, p_HQL.double())), v_GLD.split(length, 1), strict=True)
+    for part_HQL, exact_part_HQL, v_part in parts:
+        product, part_total = _by_groups(exact_part_HQL, v_part), part_HQL.sum(-1, keepdim=True, dtype=torch.float64)
         whole += product
-        merged += (product / part_total.clamp_min(tiny)).to(spec.dtype).double().mul_(part_total)
+        merged.addcmul_((product / part_total.clamp_min(tiny)).to(spec.dtype), part_total)
         merged_total += part_total
-    one, other = (
-        (out / norm.clamp_min(tiny)).to(spec.dtype).double()
-        for out, norm in ((whole, total), (merged, merged_total + sunk))
-    )
-    return torch.where((other - exact_HQD).abs() > (one - exact_HQD).abs(), other, one)
+    one = (whole / total.clamp_min(tiny)).to(spec.dtype)
+    other = (merged / (merged_total + sunk).clamp_min(tiny)).to(spec.dtype)
+    return torch.where((other - exact_HQD).abs_() > (one - exact_HQD).abs_(), other, one)
 
 
 class OracleBackend:
