@@ -26,3 +26,9 @@ def test_the_table_of_backends_is_what_the_evidence_says() -> None:
     found = re.search(r"<!-- python -m attention.evidence --table (\S+) -->\n(.*?)\n<!-- end -->", ROOT, re.DOTALL)
     assert found
     assert found[2] == backend_table(Path(found[1]))
+
+
+def test_the_environment_that_it_replays_in_is_the_one_that_make_makes() -> None:
+    found = re.search(r"^OTHER_TORCH \?= (\S+)$", Path("Makefile").read_text(), re.MULTILINE)
+    assert found
+    assert set(re.findall(r"\.venv-torch-([\d.]+\d)", ROOT)) == {found[1]}
