@@ -189,10 +189,8 @@ def compare_prompts(args: argparse.Namespace) -> int:
     for name, one in (("A", a), ("B", b)):
         told = one.manifest
         print(f"{name} {one.folder}: torch {told.torch}, {told.gpu}, fingerprint {told.fingerprint_id[:16]}")
-    print("\n".join(summary.lines(figures, floors)))
-    print(
-        "\n".join(reasons) if reasons else f"{verdict}: {sum(int(f['positions']) for f in figures.values())} positions"
-    )
+    print("\n".join([*summary.lines(figures, floors), *reasons]))
+    print(f"{verdict}: {sum(int(f['positions']) for f in figures.values())} positions")
     return EXIT[verdict]
 
 

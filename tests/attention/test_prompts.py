@@ -79,6 +79,10 @@ def test_a_faulty_candidate_fails_with_the_figure_and_its_limit(
     assert found["figures"]["prefill"]["kl_mean"] == 0
     assert (found["floor"], found["b"]["confirmed"]["decode"]) == (None, "torch_sdpa:math")
     assert "content" not in json.dumps(found), "figures leave the folder, texts do not"
+    assert main(["compare", str(champion), str(broken)]) == 1
+    *_, reason, last = capsys.readouterr().out.splitlines()
+    assert reason.startswith("decode ")
+    assert last.startswith("fail: ")
 
 
 def test_recordings_of_cases_and_of_prompts_do_not_mix(champion: Path, tmp_path: Path, capsys: Capture) -> None:
