@@ -12,13 +12,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flows.tables import Rows, word
+from flows.tables import FirstThatFits, Rows, word
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.text import Text
 
     from gates.drill import KindResult
     from tasks.drill import Drill
+
+_OURS = ("runs", "no-op", "ours")
 
 
 def render(found: Drill) -> RenderableType:
@@ -51,31 +54,48 @@ def no_op_lines(no_ops: Sequence[str]) -> list[str]:
     ]
 
 
-def kind_table(found: Drill) -> Rows:
-    """Runs caught of those that changed the oracle; `no-op` those that did not."""
-    numbers = ("runs", "no-op", "ours", *found.rules)
-    rows = Rows("fault", "check", *numbers, text=False, right=numbers)
+def kind_table(found: Drill) -> FirstThatFits:
+    """Runs caught of those that changed the oracle; `no-op` those that did not. The rules of others stand beside ours,
+    or in a table of their own where the terminal is too narrow for both."""
+    return FirstThatFits(
+        [_kinds(found, (*_OURS, *found.rules))],
+        [_kinds(found, (*_OURS, *found.rules), stacked=True)],
+        [_kinds(found, _OURS), _kinds(found, found.rules, stacked=True)],
+    )
+
+
+def _kinds(found: Drill, numbers: tuple[str, ...], *, stacked: bool = False) -> Rows:
+    """The columns `numbers` of the table."""
+    ours = _OURS[0] in numbers
+    names = ("fault", "check") if ours else ("fault, rejected by",)
+    rows = Rows(*names, *numbers, text=False, right=numbers, stacked=stacked)
     tensor = [kind for kind in found.kinds if kind.published]
     for kind in tensor:
         caught = word(str(kind.caught), "pass" if kind.caught == kind.effective else "fail")
-        theirs = [str(kind.published[rule]) for rule in found.rules]
-        rows.add(kind.kind, kind.check, str(kind.effective), str(kind.no_ops), caught, *theirs)
-    total = [str(sum(kind.published[rule] for kind in tensor)) for rule in found.rules]
-    rows.add("all", "", *_sums(tensor), *total)
+        cells: dict[str, str | Text] = {"runs": str(kind.effective), "no-op": str(kind.no_ops), "ours": caught}
+        cells.update(_texts(kind.published))
+        rows.add(kind.kind, *([kind.check] if ours else []), *(cells[name] for name in numbers))
+    total = {rule: sum(kind.published[rule] for kind in tensor) for rule in found.rules}
+    sums = {**dict(zip(_OURS, _sums(tensor), strict=True)), **_texts(total)}
+    rows.add("all", *([""] if ours else []), *(sums[name] for name in numbers))
     for inputs, (changed, rejected) in found.singles.items():
-        rows.add(f"alone, {inputs}", "", str(changed), "", *(str(rejected[name]) for name in ("ours", *found.rules)))
+        alone = {"runs": str(changed), "no-op": "", **_texts(rejected)}
+        rows.add(f"alone, {inputs}", *([""] if ours else []), *(alone[name] for name in numbers))
     return rows
+
+
+def _texts(numbers: dict[str, int]) -> dict[str, str]:
+    return {name: str(number) for name, number in numbers.items()}
 
 
 def release_table(found: Drill) -> Rows:
     """The same of what whole releases show, which no published rule judges."""
-    numbers = ("runs", "no-op", "ours")
-    rows = Rows("fault of a release", "check", *numbers, text=False, right=numbers)
+    rows = Rows("fault of a release", *_OURS, "check", right=_OURS)
     whole = [kind for kind in found.kinds if not kind.published]
     for kind in whole:
         caught = word(str(kind.caught), "pass" if kind.caught == kind.effective else "fail")
-        rows.add(kind.kind, kind.check, str(kind.effective), str(kind.no_ops), caught)
-    rows.add("all", "", *_sums(whole))
+        rows.add(kind.kind, str(kind.effective), str(kind.no_ops), caught, kind.check)
+    rows.add("all", *_sums(whole), "")
     return rows
 
 
@@ -84,11 +104,15 @@ def _sums(kinds: Sequence[KindResult]) -> list[str]:
     return [str(sum(getattr(kind, name) for kind in kinds)) for name in ("effective", "no_ops", "caught")]
 
 
-def benign_table(found: Drill) -> Rows:
+def benign_table(found: Drill) -> FirstThatFits:
     """False alarms of every rule on what is sound."""
+    return FirstThatFits([_benign(found)], [_benign(found, stacked=True)])
+
+
+def _benign(found: Drill, *, stacked: bool = False) -> Rows:
     benign = found.benign
     numbers = ("runs", "ours", *found.rules)
-    rows = Rows("sound kernels", *numbers, text=False, right=numbers)
+    rows = Rows("sound kernels", *numbers, text=False, right=numbers, stacked=stacked)
     alarms = word(str(benign.false_alarms), "fail" if benign.false_alarms else "pass")
     theirs = [str(benign.published[rule]) for rule in found.rules]
     rows.add("false alarms", str(benign.num_runs), alarms, *theirs)

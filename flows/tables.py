@@ -6,7 +6,7 @@ Needs `rich` alone: `doctor` prints with it where the rest may be broken.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
@@ -34,21 +34,38 @@ class Rows:
 
     Only free text wraps, which with `text` is the last column: beside its row, or under it where the place is
     too narrow. A row that is wider than the terminal is told as `name value` pairs, as many a line as fit.
+    `stacked` breaks the names at each `_`, so that a name is no wider than what stands under it need be.
     """
 
-    def __init__(self, *names: str, text: bool = True, right: Collection[str] = ()) -> None:
+    def __init__(self, *names: str, text: bool = True, right: Collection[str] = (), stacked: bool = False) -> None:
         self._text, self._right = text, [name in right for name in names]
         self._names = names
+        self._stacked = stacked
         self._rows: list[list[Text]] = []
 
     def add(self, *cells: str | Text) -> None:
         self._rows.append([Text(cell) if isinstance(cell, str) else cell for cell in cells])
 
+    @property
+    def width(self) -> int:
+        """Of the columns that stay whole."""
+        widths = self._widths()
+        return sum(widths) + GAP * (len(widths) - 1)
+
+    def _heads(self) -> list[list[Text]]:
+        """The names: a line, or as many as the longest has parts, each at the bottom."""
+        parts = [name.split("_") if self._stacked else [name] for name in self._names]
+        most = max(map(len, parts))
+        padded = [[""] * (most - len(one)) + one for one in parts]
+        return [[Text(one[line], style="dim") for one in padded] for line in range(most)]
+
+    def _widths(self) -> list[int]:
+        table = [*self._heads(), *self._rows]
+        return [max(row[i].cell_len for row in table) for i in range(len(self._names) - self._text)]
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        num_whole = len(self._names) - self._text
-        table = [[Text(name, style="dim") for name in self._names], *self._rows]
-        widths = [max(row[i].cell_len for row in table) for i in range(num_whole)]
-        indent = sum(widths) + GAP * num_whole
+        table, widths = [*self._heads(), *self._rows], self._widths()
+        indent = sum(widths) + GAP * len(widths)
         if indent - GAP > options.max_width:
             for row in self._rows:
                 yield from self._pairs(console, row, options.max_width)
@@ -81,6 +98,8 @@ class Rows:
     def _pairs(self, console: Console, row: list[Text], width: int) -> Iterator[Text]:
         line = Text()
         for name, cell in zip(self._names[: len(self._names) - self._text], row, strict=False):
+            if not cell:
+                continue
             pair = Text.assemble((f"{name} ", "dim") if name else "", cell)
             if line and line.cell_len + GAP + pair.cell_len > width:
                 yield line
@@ -91,6 +110,20 @@ class Rows:
         yield line
         if self._text:
             yield from _hanging(console, Text(UNDER), row[-1], width)
+
+
+class FirstThatFits:
+    """The first of some choices, each a sequence of tables, that is no wider than the terminal; else the last."""
+
+    def __init__(self, *choices: Sequence[Rows]) -> None:
+        self._choices = choices
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Rows | Text]:
+        fitting = (one for one in self._choices if max(rows.width for rows in one) <= options.max_width)
+        for number, rows in enumerate(next(fitting, self._choices[-1])):
+            if number:
+                yield Text("")
+            yield rows
 
 
 def _least(text: Text) -> int:

@@ -12,10 +12,13 @@ import pytest
 from rich.console import Console
 
 from attention.drill import plan
+from attention.drill.kinds import KINDS
+from attention.drill.published import RULES
 from flows import drill as module
 from flows.__main__ import main
 from gates.drill import BenignResult, KindResult
 from tasks.drill import Drill
+from tasks.drill_release import expected
 from tests.attention.drill.plans import ONE_DRAW, plan_file
 from tests.commands import Home
 
@@ -69,11 +72,55 @@ def test_the_table_is_aligned_and_ends_with_the_verdict() -> None:
         "all                                24      2    24   24     6",
         "alone, all inputs                  40           39   30    20",
     ]
-    assert "race                model.kl_p999     1      0     1" in lines
+    assert "race                   1      0     1  model.kl_p999" in lines
     assert "sound kernels  runs  ours  fa2  flex" in lines
     assert "false alarms    432     0    8     0" in lines
     assert "no-op: scale_1 on bfloat16 decode q1s9 (2)" in lines
     assert lines[-2:] == ["limits abababababab, seed 7, 12 draws, x86_64", "pass"]
+
+
+def in_full() -> Drill:
+    """Every kind of every layer, figures of four digits and all rules."""
+    kinds = [
+        KindResult(kind.name, f"tensor.{kind.check}", 1234, 12, 1234, {}, dict.fromkeys(RULES, 1200), ())
+        for kind in KINDS
+    ]
+    whole = [KindResult(one.kind, one.check, 6, 0, 6, {}, {}, ()) for one in expected(plan.load_plan("full"))]
+    rejected = dict.fromkeys(("ours", *RULES), 39000)
+    return found().model_copy(
+        update={
+            "kinds": (*kinds, *whole),
+            "rules": RULES,
+            "singles": {"all inputs": (40000, rejected), "normal inputs": (4000, rejected)},
+            "benign": BenignResult(5764, {}, 0, dict.fromkeys(RULES, 12), ()),
+        }
+    )
+
+
+@pytest.mark.parametrize("width", [80, 120, 160])
+def test_its_columns_stand_under_their_names_in_a_pipe_of_eighty(width: int) -> None:
+    lines = shown(in_full(), width)
+    assert max(map(len, lines)) <= width
+    head = next(number for number, line in enumerate(lines) if line.startswith("fault  "))
+    rows = lines[head + 1 : head + 1 + len(KINDS)]
+    assert [line.split()[0] for line in rows] == [kind.name for kind in KINDS], "a line a kind"
+    ends = {name: lines[head].index(name) + len(name) for name in ("runs", "no-op", "ours")}
+    for line in rows:
+        assert [line[: ends[name]].split()[-1] for name in ends] == ["1234", "12", "1234"]
+    assert not any(line.startswith(("fault first", "fault of a release gqa")) for line in lines), "no pairs"
+
+
+def test_in_a_narrow_pipe_the_rules_of_others_have_a_table_of_their_own() -> None:
+    lines = shown(in_full(), 80)
+    at = lines.index("fault, rejected by        1e-2      1e-3    fa2    fa3   flex       bench")
+    assert lines[at - 1] == "                      allclose  allclose                       flashinfer"
+    assert lines[at + 1] == "first_key_dropped         1200      1200   1200   1200   1200        1200"
+    assert "flashinfer_bench" in "\n".join(shown(in_full(), 160))
+
+
+def test_kinds_that_go_around_no_backend_are_named() -> None:
+    told = shown(found().model_copy(update={"not_carried": ("merge_base2", "padding_leak")}))
+    assert "not shown here, as they go around no backend of the plan: merge_base2, padding_leak" in told
 
 
 def test_a_problem_is_told_before_the_verdict_and_sets_the_exit_code() -> None:

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from flows.tables import WIDTH, Rows, console_of_width, word
+from flows.tables import WIDTH, FirstThatFits, Rows, console_of_width, word
 
 ID = "torch-flash-cpu-20261130-042333"
 REASON = "median TPOT of the candidate's last 12 requests is 3.6 times control's"
@@ -58,6 +58,33 @@ def test_a_row_wider_than_the_terminal_is_told_in_pairs() -> None:
         "    12 requests is 3.6 times control's",
         "release short  verdict pass  figure 2",
     ]
+
+
+def test_names_that_are_stacked_are_no_wider_than_their_parts() -> None:
+    rows = Rows("kind", "allclose_1e-2", "fa2", text=False, right=("allclose_1e-2", "fa2"), stacked=True)
+    rows.add("zeros", "12", "12345")
+    assert printed(rows, 80) == ["       allclose", "kind       1e-2    fa2", "zeros        12  12345"]
+    assert printed(rows, 20) == ["kind zeros", "  allclose_1e-2 12", "  fa2 12345"]
+
+
+def test_of_some_choices_the_first_that_fits_is_shown_and_else_the_last() -> None:
+    def one(*names: str) -> Rows:
+        rows = Rows(*names, text=False)
+        rows.add(*names)
+        return rows
+
+    choice = FirstThatFits([one("aaaaaaaaaa", "bbbbbbbbbb")], [one("aaaaaaaaaa"), one("bbbbbbbbbb")])
+    for width, lines in ((22, 2), (21, 5), (9, 9)):
+        console = Console(width=width, file=io.StringIO(), record=True)
+        console.print(choice)
+        assert console.export_text().count("\n") == lines
+
+
+def test_an_empty_cell_is_no_pair() -> None:
+    rows = Rows("release", "verdict", "figure", text=False)
+    rows.add("short", "", "2")
+    rows.add(ID, "fail", "2")
+    assert printed(rows, 35)[0] == "release short  figure 2"
 
 
 @pytest.mark.parametrize("width", [30, 40, 50, 60, 70, 80, 100, 200])
