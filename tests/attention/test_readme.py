@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from attention.evidence import backend_table
+from attention.replay_evidence import table
 
 README = Path("attention/README.md")
 ROOT = Path("README.md").read_text()
@@ -23,9 +24,20 @@ def test_its_code_runs_and_says_what_the_comments_say(capsys: pytest.CaptureFixt
 
 
 def test_the_table_of_backends_is_what_the_evidence_says() -> None:
-    found = re.search(r"<!-- python -m attention.evidence --table (\S+) -->\n(.*?)\n<!-- end -->", ROOT, re.DOTALL)
+    folder, shown = _generated("attention.evidence --table")
+    assert shown == backend_table(folder)
+
+
+def test_the_table_of_the_replay_is_what_the_evidence_says() -> None:
+    folder, shown = _generated("attention.replay_evidence")
+    assert shown == table(folder)
+
+
+def _generated(command: str) -> tuple[Path, str]:
+    """The folder that a table of README.md is made of by `command`, and the table."""
+    found = re.search(rf"<!-- python -m {re.escape(command)} (\S+) -->\n(.*?)\n<!-- end -->", ROOT, re.DOTALL)
     assert found
-    assert found[2] == backend_table(Path(found[1]))
+    return Path(found[1]), found[2]
 
 
 def test_the_environment_that_it_replays_in_is_the_one_that_make_makes() -> None:
