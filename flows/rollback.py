@@ -3,7 +3,7 @@
 While a release holds traffic, everything goes back to the champion. Otherwise the champion itself is
 what is complained of, and `previous` takes its place: at once if its instance is still warm, after a
 start if not. A second call is not the way back: what was rolled back serves again only by `--to`. The
-order is that of DESIGN 4.4: share 0 confirmed by the router, mirror off, evidence, mark; what was
+order: share 0 confirmed by the router, mirror off, evidence, mark; what was
 rolled back stays warm. The record is written once before the router, which takes
 milliseconds and fences out a release under way; if it cannot be written, traffic moves all the same.
 

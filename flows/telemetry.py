@@ -1,4 +1,4 @@
-"""Telemetry of every dependency is off from the first run (DESIGN 6). Only the standard library.
+"""Telemetry of every dependency is off from the first run. Only the standard library.
 
 Each switch is set unless the environment already says something else: a person who turned one on
 keeps it, and `flows doctor` shows which. MLflow honours DO_NOT_TRACK only when it is literally

@@ -1,4 +1,4 @@
-"""What a gate says: a verdict for each check, the worst of them for the gate (DESIGN 2).
+"""What a gate says: a verdict for each check, the worst of them for the gate.
 
 `pass < inconclusive < error < fail`. A pass cannot be built without a finite figure, evidence behind
 it and the smallest effect that this evidence could have shown; a report without checks is an error.
