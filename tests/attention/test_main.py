@@ -16,13 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from attention.__main__ import _probed, main
+from attention.__main__ import main
 from attention.backends import NAMES
 from attention.cases import AttentionCase
 from attention.drift import read_rows
 from attention.job import ProbeJob, Setup
 from attention.probe import Level, ProbeResult, Status
 from attention.reasons import Code, Reason
+from attention.verbs.probes import backends_of
 
 REPO = Path(__file__).parents[2]
 VERBS = ("fingerprint", "matrix", "resolve", "probe", "replay", "compare", "bench", "serve")
@@ -272,7 +273,7 @@ def test_probe_asks_all_backends_on_the_cpu_and_those_of_the_policy_on_a_gpu(
     assert main(["probe", *flags(setup)]) == main(["probe", *flags(setup), "--backends", "math"]) == 0
     job = ProbeJob(setup=setup.model_copy(update={"device": "cuda"}), level="full")
     assert asked == [NAMES, ("torch_sdpa:math",)]
-    assert _probed(argparse.Namespace(backends=None, job=None), job) is None
+    assert backends_of(argparse.Namespace(backends=None, job=None), job) is None
 
 
 def test_the_help_of_probe_says_what_its_exit_code_means(capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,7 +291,7 @@ def rows(lake: Path, table: str) -> list[dict[str, Any]]:
 def test_replay_and_compare_leave_a_result_and_rows_with_whose_they_are(
     setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attention.__main__.die_with_parent", lambda: None)
+    monkeypatch.setattr("attention.verbs.common.die_with_parent", lambda: None)
     threads = torch.get_num_threads()
     evidence = {"lake": str(tmp_path / "lake"), "release_id": "r1", "side": "candidate"}
     common = {"setup": setup.model_dump(mode="json"), "evidence": evidence}
