@@ -13,6 +13,8 @@ UI_PORT ?= 5000
 # What the plan of test_cross_version is recorded under beside constraints.txt's; any version that pip can fetch.
 OTHER_TORCH ?= 2.14.1
 OTHER  := $(VENV)-torch-$(OTHER_TORCH)
+PYTEST := $(BIN)/python -m pytest
+WORKERS ?= 2
 TELEMETRY := eval "$$($(PYTHON) flows/telemetry.py)"
 
 .PHONY: release test test-all lint ui model other-torch setup clean
@@ -24,12 +26,17 @@ release: setup model
 	if [ -z "$(KEEP)" ]; then $(BIN)/python -m flows down >/dev/null || exit $$?; \
 	elif [ $$code -eq 0 ]; then $(BIN)/python -m flows up || exit $$?; fi; exit $$code
 
-test: setup model lint
-	@$(BIN)/python -m pytest -m "not slow and not gpu"
+# WORKERS processes share the fast tests, each with one thread; a slow test has all cores to itself.
+# Bytecode is kept whatever the environment says: tests start a hundred processes that import the same modules.
+test test-all: export PYTHONDONTWRITEBYTECODE =
 
-test-all: setup model lint
+test: setup
+	@$(MAKE) --no-print-directory -j 2 --output-sync model lint
+	@OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu"
+
+test-all: test
 	@$(MAKE) --no-print-directory other-torch || echo "not run: tests/attention/test_cross_version.py (see above)"
-	@$(BIN)/python -m pytest -m "not gpu" && echo "not run here: tests marked gpu (they need a CUDA device)"
+	@$(PYTEST) -m "slow and not gpu" && echo "not run here: tests marked gpu (they need a CUDA device)"
 
 lint: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
@@ -55,14 +62,16 @@ $(OTHER)/installed: pyproject.toml constraints.txt
 
 setup: $(VENV)/installed
 
-# torch first and pinned: with no torch there, another package would choose one by itself.
+# torch first and pinned: with no torch there, another package would choose one by itself. Bytecode comes last, on all
+# cores (pip uses one), and never fails: packages carry files that are no Python of ours.
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
 	  { echo "error: $(PYTHON) is not Python 3.11 to 3.13: run make PYTHON=python3.12" >&2; exit 2; }
 	@echo "setup: a virtual environment in $(VENV), pinned by constraints.txt (2 to 4 minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"
-	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/pip install -q --no-compile --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(abspath $(VENV))/lib || true
 	@touch $@
 
 clean:

@@ -57,7 +57,7 @@ class Process:
         wait_until(lambda: kind in self.events() or self.child.poll() is not None, timeout_s=60)
 
     def exit_code(self) -> int:
-        code = self.child.wait(20)
+        code = self.child.wait(60)
         self._reader.join(5)
         return code
 
