@@ -66,13 +66,17 @@ class Home:
     def record(self) -> Record:
         return self.store.load()
 
-    def env(self, **more: str) -> dict[str, str]:
+    def own_env(self, **more: str) -> dict[str, str]:
+        """What a command of this home has in its environment beside ours; `more` wins."""
         own = {
             "ATTENTION_RELEASE_HOME": str(self.path),
             "ATTENTION_RELEASE_PORT": str(self.port),
             "PREFECT_HOME": str(self.prefect),
         }
-        return {**os.environ, **own, **more}
+        return {**own, **more}
+
+    def env(self, **more: str) -> dict[str, str]:
+        return {**os.environ, **self.own_env(**more)}
 
     def run(self, *words: str | Path, timeout_s: float = 300, **more: str) -> subprocess.CompletedProcess[str]:
         """`python -m flows ...` to its end."""

@@ -29,6 +29,21 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
+@pytest.fixture
+def refuses(home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The one line of a command that this process runs, for speed: the imports of `release` alone take seconds."""
+
+    def run(*words: str | Path, **more: str) -> str:
+        for name, value in home.own_env(**more).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["flows", *map(str, words)])
+        code = main()
+        said = capsys.readouterr()
+        return refused(subprocess.CompletedProcess(sys.argv, code, said.out, said.err))
+
+    return run
+
+
 def files(home: Home) -> list[str]:
     return sorted(str(path.relative_to(home.path)) for path in home.path.rglob("*") if path.is_file())
 
@@ -130,16 +145,9 @@ CANDIDATES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
-def test_a_candidate_with(
-    name: str, home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In this process, for speed: the import of torch alone takes two seconds."""
-    monkeypatch.setenv("ATTENTION_RELEASE_HOME", str(home.path))
+def test_a_candidate_with(name: str, home: Home, tmp_path: Path, refuses: Callable[..., str]) -> None:
     make, told = CANDIDATES[name]
-    monkeypatch.setattr(sys, "argv", ["flows", "release", str(make(tmp_path))])
-    code = main()
-    said = capsys.readouterr()
-    line = refused(subprocess.CompletedProcess(sys.argv, code, said.out, said.err))
+    line = refuses("release", make(tmp_path))
     assert all(part in line for part in told), line
     assert files(home) == []
 
@@ -152,9 +160,10 @@ def test_a_candidate_with(
         (("--champion", "torch-mth-cpu"), "torch-mth-cpu"),
     ],
 )
-def test_an_option_that_is_wrong(home: Home, tmp_path: Path, words: tuple[str, ...], told: str) -> None:
-    line = refused(home.run("release", candidate_file(tmp_path), *words))
-    assert told in line
+def test_an_option_that_is_wrong(
+    home: Home, tmp_path: Path, refuses: Callable[..., str], words: tuple[str, ...], told: str
+) -> None:
+    assert told in refuses("release", candidate_file(tmp_path), *words)
     assert files(home) == []
 
 
@@ -164,29 +173,32 @@ def test_no_candidate_at_all_and_a_command_that_is_none(home: Home) -> None:
 
 
 @pytest.mark.parametrize("command", ["release", "up"])
-def test_a_port_in_use_is_named_with_who_has_it_and_nothing_is_left(home: Home, tmp_path: Path, command: str) -> None:
+def test_a_port_in_use_is_named_with_who_has_it_and_nothing_is_left(
+    home: Home, tmp_path: Path, refuses: Callable[..., str], command: str
+) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", home.port))
         other.listen()
-        words = ("release", candidate_file(tmp_path)) if command == "release" else ("up",)
-        line = refused(home.run(*words))
+        line = refuses("release", candidate_file(tmp_path)) if command == "release" else refused(home.run("up"))
     assert f"port {home.port} is in use (pid" in line and "ATTENTION_RELEASE_PORT" in line
     assert [name for name in files(home) if not name.endswith(".lock")] == []
     assert home.processes() == []
 
 
-def test_a_port_that_is_none(home: Home, tmp_path: Path) -> None:
-    line = refused(home.run("release", candidate_file(tmp_path), ATTENTION_RELEASE_PORT="http"))
+def test_a_port_that_is_none(home: Home, tmp_path: Path, refuses: Callable[..., str]) -> None:
+    line = refuses("release", candidate_file(tmp_path), ATTENTION_RELEASE_PORT="http")
     assert "ATTENTION_RELEASE_PORT=http: not a port" in line
     assert files(home) == []
 
 
 @pytest.mark.parametrize("content", ["{ not json", '{"gpu": "cpu"}', '{"gpu": "cpu", "family": "x", "colour": 1}'])
-def test_a_record_that_is_none_is_left_as_it_is(home: Home, tmp_path: Path, content: str) -> None:
+def test_a_record_that_is_none_is_left_as_it_is(
+    home: Home, tmp_path: Path, refuses: Callable[..., str], content: str
+) -> None:
     home.cell.mkdir(parents=True)
     record = home.cell / "record.json"
     record.write_text(content)
-    line = refused(home.run("release", candidate_file(tmp_path)))
+    line = refuses("release", candidate_file(tmp_path))
     assert f"{record}: not a release record" in line and "restore a good copy" in line
     assert record.read_text() == content
     assert files(home) == ["state/cpu--smollm2/record.json"]
@@ -203,19 +215,21 @@ def test_a_second_release_is_told_who_runs(home: Home, tmp_path: Path) -> None:
     assert home.processes() == []
 
 
-def test_a_second_release_of_the_offline_stages_is_told_too(home: Home, tmp_path: Path) -> None:
+def test_a_second_release_of_the_offline_stages_is_told_too(
+    home: Home, tmp_path: Path, refuses: Callable[..., str]
+) -> None:
     """It brings no champion up, so only the lease itself stops it."""
     with home.store.hold("flash-1"):
-        line = refused(home.run("release", candidate_file(tmp_path), "--stop-after", "probe"))
+        line = refuses("release", candidate_file(tmp_path), "--stop-after", "probe")
     assert "flash-1 (pid" in line
 
 
-def test_rollback_approve_and_why_of_what_is_not_there(home: Home) -> None:
-    assert "no release record for cpu smollm9" in refused(
-        home.run("rollback", "--gpu", "cpu", "--family", "smollm9", "--reason", "test")
+def test_rollback_approve_and_why_of_what_is_not_there(home: Home, refuses: Callable[..., str]) -> None:
+    assert "no release record for cpu smollm9" in refuses(
+        "rollback", "--gpu", "cpu", "--family", "smollm9", "--reason", "test"
     )
-    assert "flash-9" in refused(home.run("approve", "flash-9"))
-    assert "flash-9" in refused(home.run("why", "flash-9"))
+    assert "flash-9" in refuses("approve", "flash-9")
+    assert "flash-9" in refuses("why", "flash-9")
     assert files(home) == []
 
 
@@ -229,24 +243,14 @@ def test_rollback_approve_and_why_of_what_is_not_there(home: Home) -> None:
         ("release", "x" * 5000),
     ],
 )
-def test_names_that_lead_elsewhere(
-    words: tuple[str, ...], home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("ATTENTION_RELEASE_HOME", str(home.path))
-    monkeypatch.setattr(sys, "argv", ["flows", *words])
-    code = main()
-    said = capsys.readouterr()
-    refused(subprocess.CompletedProcess(sys.argv, code, said.out, said.err))
+def test_names_that_lead_elsewhere(words: tuple[str, ...], home: Home, refuses: Callable[..., str]) -> None:
+    refuses(*words)
     assert files(home) == []
 
 
-def test_a_home_that_is_a_file(home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_home_that_is_a_file(home: Home, refuses: Callable[..., str]) -> None:
     (home.path / "file").write_text("")
-    monkeypatch.setenv("ATTENTION_RELEASE_HOME", str(home.path / "file"))
-    monkeypatch.setattr(sys, "argv", ["flows", "up"])
-    code = main()
-    said = capsys.readouterr()
-    assert "Not a directory" in refused(subprocess.CompletedProcess(sys.argv, code, said.out, said.err))
+    assert "Not a directory" in refuses("up", ATTENTION_RELEASE_HOME=str(home.path / "file"))
 
 
 def test_a_disk_that_takes_nothing_is_told_before_anything_waits_for_it(home: Home, tmp_path: Path) -> None:
