@@ -21,10 +21,16 @@ from tasks.router import RouterError
 from tests.commands import candidate_file
 
 
+@pytest.fixture(scope="module")
+def candidate(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load_candidate(candidate_file(tmp_path_factory.mktemp("candidate")))
+
+
 @pytest.fixture
-def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
+def loaded(candidate: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
+    """The candidate, in a home of the test's own."""
     monkeypatch.setenv("ATTENTION_RELEASE_HOME", str(tmp_path / "home"))
-    return load_candidate(candidate_file(tmp_path))
+    return candidate
 
 
 @pytest.fixture
