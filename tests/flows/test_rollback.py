@@ -53,6 +53,7 @@ def cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubCell]:
         yield cell
 
 
+@pytest.mark.alone
 def test_users_are_back_on_previous_within_a_second_of_the_command_although_imports_are_blocked(
     cell: StubCell,
 ) -> None:

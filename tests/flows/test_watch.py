@@ -75,6 +75,7 @@ def events() -> list[str]:
     return [row["kind"] for path in files for row in pq.read_table(path, partitioning=None).to_pylist()]
 
 
+@pytest.mark.alone
 def test_a_release_that_is_killed_loses_its_traffic_within_two_seconds(cell: StubCell) -> None:
     release = (
         "import time\n"
