@@ -26,11 +26,13 @@ def mapped(num: int, *, ordered: bool = True) -> Iterator[Callable[..., Iterable
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(num, multiprocessing.get_context("spawn"), initializer=_alone)
 
-    def unordered(call: Callable[..., Any], items: Iterable[Any]) -> Iterator[Any]:
-        yield from (done.result() for done in as_completed([pool.submit(call, item) for item in items]))
+    def spread(call: Callable[..., Any], items: Iterable[Any]) -> Iterator[Any]:
+        # Not `pool.map`: it cancels what an interruption leaves, and the pool's own thread trips over that (3.11).
+        tasks = [pool.submit(call, item) for item in items]
+        yield from (task.result() for task in (tasks if ordered else as_completed(tasks)))
 
     try:
-        yield pool.map if ordered else unordered
+        yield spread
     except BrokenProcessPool as error:
         raise UserError(
             "a worker process died (killed, out of memory, or a kernel that crashed): run it again"

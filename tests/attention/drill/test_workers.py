@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
+import time
 
 import pytest
 
@@ -24,3 +27,25 @@ def test_a_worker_that_dies_is_a_line_and_no_wait_for_ever() -> None:
     for child in multiprocessing.active_children():
         child.join(10)
     assert not multiprocessing.active_children()
+
+
+def slept_in(seconds: float) -> int:
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def test_an_interruption_while_a_worker_dies_raises_nothing_in_the_pools_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raised: list[object] = []
+    before = set(threading.enumerate())
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    with pytest.raises(KeyboardInterrupt), mapped(2) as spread:
+        results = spread(slept_in, [0, *[60] * 8])
+        worker = next(iter(results))
+        results.close()  # type: ignore[attr-defined]
+        os.kill(worker, signal.SIGKILL)
+        for thread in set(threading.enumerate()) - before:
+            thread.join(10)
+        raise KeyboardInterrupt
+    assert raised == []
