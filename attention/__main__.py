@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from attention.cases import DRAWN_INPUTS, REPLAY_INPUTS
 from attention.errors import exit_code
 from attention.verbs import benches, identity, probes, replays, rules
 
-DEFAULT_MODEL = Path("data/models/smollm2-135m-instruct")
+DEFAULT_MODEL = Path(os.environ.get("ATTENTION_RELEASE_MODELS", "data/models")) / "smollm2-135m-instruct"
 DEFAULT_POLICY = Path("data/policies/cpu-flash.yaml")
 DEFAULT_LIMITS = Path("gates/thresholds.yaml")
 MODEL_HELP = "folder of a transformers causal LM"

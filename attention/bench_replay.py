@@ -159,6 +159,7 @@ def measure(
         distributions={},
         model=folder,
         model_id=runner.name,
+        head=head.digest,
         dtype=dtype,
     )
     plain = _plain(folder, dtype, device, "sdpa")

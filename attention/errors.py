@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import re
 import reprlib
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 
 class UserError(ValueError):
@@ -101,13 +104,35 @@ def exit_code(run: Callable[[], int]) -> int:
     return 2
 
 
+class _Unread(io.FileIO):
+    """A pipe whose reader may leave: what nobody reads is dropped."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
 def piped(run: Callable[[], int]) -> int:
-    """Exit code of `run`; 0 when whoever reads stdout (`| head`) has seen enough and gone."""
+    """Exit code of `run`, also when whoever reads stdout (`| head`, `| grep -q`) has seen enough and gone: a verdict
+    does not depend on who reads it."""
+    usual = sys.stdout
+    try:
+        descriptor = usual.fileno()
+    except (AttributeError, OSError, ValueError):  # no stdout, or one that is no file
+        return run()
+    usual.flush()
+    file = io.BufferedWriter(_Unread(descriptor, "wb", closefd=False))
+    told = io.TextIOWrapper(file, encoding=usual.encoding, errors=usual.errors, line_buffering=usual.isatty())
+    sys.stdout = told
     try:
         code = run()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The interpreter flushes stdout once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return code
+        told.flush()
+        return code
+    except BaseException:
+        with suppress(OSError):  # what was said stands before the line that says why there is no more
+            told.flush()
+        raise
+    finally:
+        sys.stdout = usual

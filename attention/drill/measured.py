@@ -6,12 +6,11 @@ are there: what was taken out of the folder later, or never got there, is seen b
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import platform
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -20,6 +19,7 @@ from attention.drill.kinds import KINDS
 from attention.drill.plan import Draw, DrillPlan, draws
 from attention.drill.rows import Row, read_rows, write_rows
 from attention.errors import UserError
+from attention.held import held
 from attention.replaced import replaced
 from attention.validated import validated
 from attention.yaml_file import read_json
@@ -106,21 +106,9 @@ class Folder:
     def _manifest(self) -> Path:
         return self.path / "measured.json"
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """The folder for this process alone; the kernel frees it with the process. Raises UserError where it is held.
-
-        Two that measured into one folder would each count what the other wrote.
-        """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UserError(
-                    f"--out {self.path}: another process measures into it; wait for it, or use a new folder"
-                ) from error
-            yield
+    def held(self) -> AbstractContextManager[None]:
+        """The folder for this process alone. Raises UserError where another measures into it."""
+        return held(self.path)
 
     def asked(self) -> Asked | None:
         """What was asked, None in a folder where nothing was."""

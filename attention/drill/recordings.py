@@ -122,6 +122,7 @@ def _manifest(path: Path) -> Manifest:
         distributions={},
         model=path,
         model_id="drill",
+        head=compare.Head.read(path).digest,
         dtype=SERVED,
     )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from safetensors import safe_open
 
 from attention.errors import UserError
 from attention.model_config import read_config
+from attention.replay.digest import Running, digest
 from attention.replay.states import MODES, Mode, States, positions
 
 TOP_K = 10
@@ -50,6 +51,11 @@ class Head:
         """From config.json and the safetensors of a model folder alone."""
         cap = read_config(model).get("final_logit_softcapping")
         return cls(lm_head(model).to(device), None if cap is None else float(cap))
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the weights as they are stored: what a recording's manifest names."""
+        return digest(self.weight_VD)
 
     def logits(self, states_RD: torch.Tensor) -> torch.Tensor:
         """[R, vocab] in float32."""
@@ -80,8 +86,13 @@ def columns(
     top_k: int = TOP_K,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Columns:
-    """Both recordings position by position, prefill before decode. UserError where they are of different prompts."""
+    """Both recordings position by position, prefill before decode. UserError where they are of different prompts or
+    models, of another model than the head, or not as they were recorded."""
     check_pair(a, b)
+    if head.digest != a.manifest.head:
+        raise UserError(f"recording {a.folder}: is of another model, {a.manifest.model_id}, than the lm_head")
+    if a.tokens.min() < 0 or a.tokens.max() >= len(head.weight_VD):
+        raise UserError(f"recording {a.folder}: holds tokens that the lm_head does not have")
     if head.weight_VD.shape[1] != a.width:
         raise UserError(f"the lm_head takes {head.weight_VD.shape[1]} numbers, {a.folder} holds {a.width} a token")
     if not head.weight_VD.is_cuda:
@@ -91,26 +102,31 @@ def columns(
     total = sum(a.num_rows(mode) for mode in MODES)
     done, found = 0, []
     for mode in MODES:
+        seen = (Running(), Running())
         for num, (a_RD, b_RD, next_R) in _chunks(a, b, mode, size, head.weight_VD.device):
+            for one, rows_RD in zip(seen, (a_RD, b_RD), strict=True):
+                one.add(rows_RD[:num])
             figures_6R = figures_of(head.logits(a_RD), head.logits(b_RD), next_R, top_k)
             found.append(figures_6R[:, :num])
             done += num
             progress(done, total)
+        for side, one in zip((a, b), seen, strict=True):
+            side.check(mode, one)
     table = torch.cat(found, 1).cpu().double().numpy() if found else np.empty((len(FIGURES), 0))
     figures = dict(zip(FIGURES, table, strict=True))
     return {**_places(a), **figures, "next_token_equal": figures["next_token_equal"] == 1}
 
 
 def check_pair(a: States, b: States) -> None:
-    """UserError unless both hold the same tokens of the same prompts, decoded alike."""
+    """UserError unless both hold the same tokens of the same prompts, decoded alike, and of one model."""
     left, right = ({p.prompt_id: p for p in side.manifest.prompts} for side in (a, b))
     if left.keys() != right.keys():
         raise UserError(f"recordings differ in prompts: {sorted(left.keys() ^ right.keys())[:3]}; record both again")
     if list(left.values()) != list(right.values()):
         which = next(p.prompt_id for p, q in zip(a.manifest.prompts, b.manifest.prompts, strict=True) if p != q)
         raise UserError(f"recordings differ in the length, order or kind of {which}; record both again")
-    if a.width != b.width:
-        raise UserError(f"recordings are of different models: {a.width} and {b.width} numbers a token")
+    if a.width != b.width or a.manifest.head != b.manifest.head:
+        raise UserError(f"recordings are of different models: {a.manifest.model_id} and {b.manifest.model_id}")
     different = np.nonzero(a.tokens != b.tokens)[0]
     if len(different):
         ends = np.cumsum([p.num_tokens for p in a.manifest.prompts])

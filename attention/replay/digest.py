@@ -33,6 +33,27 @@ def digest(*tensors: torch.Tensor) -> str:
     return hashlib.blake2b(f"{about}|{sums}".encode(), digest_size=16).hexdigest()
 
 
+class Running:
+    """The digest of rows that come in blocks, on any device: the same however they are cut. Rows are words of their
+    own, filled up with zeros. Waits for a GPU at the end alone."""
+
+    def __init__(self) -> None:
+        self._num_words = 0
+        self._sums: list[tuple[Any, Any]] = []
+
+    def add(self, rows_RX: torch.Tensor) -> None:
+        raw_RB = rows_RX.detach().contiguous().view(torch.uint8)
+        raw_RB = torch.nn.functional.pad(raw_RB, (0, -raw_RB.shape[1] % 8))
+        words = _words(raw_RB)
+        self._sums += (_on_device if words.is_cuda else _on_host)([words], self._num_words + 1)
+        self._num_words += len(words)
+
+    def hex(self) -> str:
+        """128 bits in hex: of how many words there were, and of all their bits in order."""
+        first, second = _added(self._sums)
+        return hashlib.blake2b(f"{self._num_words}|{first}|{second}".encode(), digest_size=16).hexdigest()
+
+
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's bytes as int64, zeros behind the last."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -47,36 +68,38 @@ def _sums(parts: list[torch.Tensor]) -> tuple[int, int]:
     if len(parts) > 1 and (parts[0].is_cuda or sum(map(len, parts)) <= _PIECE["cpu"]):
         parts = [torch.cat(parts)]  # a copy costs less than a dozen calls a part
     on_device = any(part.is_cuda for part in parts)
-    pairs = list((_on_device if on_device else _on_host)(parts))
-    if on_device:
+    return _added(list((_on_device if on_device else _on_host)(parts)))
+
+
+def _added(pairs: list[tuple[Any, Any]]) -> tuple[int, int]:
+    if pairs and isinstance(pairs[0][0], torch.Tensor):
         pairs = torch.stack([one for pair in pairs for one in pair]).view(-1, 2).tolist()
     return sum(int(first) for first, _ in pairs) & _WORD, sum(int(second) for _, second in pairs) & _WORD
 
 
-def _on_host(parts: list[torch.Tensor]) -> Iterator[tuple[Any, Any]]:
+def _on_host(parts: list[torch.Tensor], place: int = 1) -> Iterator[tuple[Any, Any]]:
     """In numpy: a call of it costs a fifth of torch's, and it has words without a sign."""
 
     def upper(words: Any, into: Any) -> Any:
         return np.right_shift(words, 32, out=into)
 
-    for first, piece in _pieces(parts):
+    for first, piece in _pieces(parts, place):
         words = piece.numpy().view(np.uint64)
         places = np.arange(first, first + len(words), dtype=np.uint64)
         yield _pair(words, places, np.empty_like(places), np.uint64(_GOLDEN), np.uint64(_FACTOR), upper)
 
 
-def _on_device(parts: list[torch.Tensor]) -> Iterator[tuple[Any, Any]]:
+def _on_device(parts: list[torch.Tensor], place: int = 1) -> Iterator[tuple[Any, Any]]:
     def upper(words: Any, into: Any) -> Any:  # torch's shift copies the sign
         return torch.bitwise_right_shift(words, 32, out=into).bitwise_and_((1 << 32) - 1)
 
-    for first, words in _pieces(parts):
+    for first, words in _pieces(parts, place):
         places = torch.arange(first, first + len(words), device=words.device)
         yield _pair(words, places, torch.empty_like(places), _GOLDEN - (1 << 64), _FACTOR - (1 << 64), upper)
 
 
-def _pieces(parts: list[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+def _pieces(parts: list[torch.Tensor], first: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Places count from 1: at place 0 a word of zeros would mix to 0."""
-    first = 1
     for part in parts:
         for words in part.split(_PIECE[part.device.type]):
             yield first, words

@@ -25,7 +25,7 @@ from attention.job import CompareJob, Evidence, ModelPlan, Prompt, ReplayJob, Se
 from attention.model import Runner
 from attention.replay import compare, floor, model, summary
 from attention.replay.environment import fields_of
-from attention.replay.states import Manifest, States
+from attention.replay.states import MODES, Manifest, States
 from attention.schemas import write_columns
 
 EXIT = {"pass": 0, "fail": 1, "error": 3}
@@ -34,7 +34,8 @@ EXIT = {"pass": 0, "fail": 1, "error": 3}
 def environment(setup: Setup, found: Fingerprint) -> Manifest:
     """Who records, as a recording says it; its prompts follow."""
     identity = found.identity
-    return Manifest(**fields_of(found), model=setup.model, model_id=identity.model_id, dtype=identity.dtype)
+    head = compare.Head.read(setup.model).digest
+    return Manifest(**fields_of(found), model=setup.model, model_id=identity.model_id, head=head, dtype=identity.dtype)
 
 
 def record_side(
@@ -165,22 +166,25 @@ def record_prompts(args: argparse.Namespace, setup: Setup, progress: Any) -> int
 
 def compare_prompts(args: argparse.Namespace) -> int:
     """Judge recording B of prompts beside recording A. Exit 1: a limit is passed; 3: nothing to judge."""
+    if len({folder.resolve() for folder in args.recordings}) == 1:
+        raise UserError(f"compare {args.recordings[0]}: A and B are one folder; name two recordings")
     a, b = (States(folder) for folder in args.recordings)
     if args.floor and args.floor.resolve() in {folder.resolve() for folder in args.recordings}:
         raise UserError(f"--floor {args.floor}: it is A or B itself; record a second sound execution of A")
     second = States(args.floor) if args.floor else None
+    if second:
+        _check_floor(a, second)
     compare.check_pair(a, b)
     limits = summary.load_limits(args.limits, b.manifest.dtype)
     head = compare.Head.read(args.model or _model_of(a), args.device)
     figures = compare.describe(compare.columns(a, b, head, progress=_told("compare")))
     floors = compare.describe(compare.columns(a, second, head, progress=_told("floor"))) if second else None
     reasons = summary.reasons(figures, floors, limits)
-    reasons += [
-        f"{mode}: {b.manifest.confirmed[mode]} ran in place of {b.manifest.resolved[mode]}"
-        for mode in figures
-        if b.manifest.confirmed[mode] != b.manifest.resolved[mode]
-    ]
-    verdict = "fail" if reasons else "pass" if figures else "error"
+    reasons += _stood_in(b)
+    unknown = [f"A, {reason}: nothing to hold B against" for reason in _stood_in(a)]
+    unknown += [f"{mode}: no position" for mode in MODES if mode not in figures]
+    verdict = "fail" if reasons else "error" if unknown else "pass"
+    reasons += unknown
     if args.json:
         sides = {name: one.manifest.model_dump(mode="json", exclude={"prompts"}) for name, one in (("a", a), ("b", b))}
         document = {"verdict": verdict, "reasons": reasons, **sides, "figures": figures, "floor": floors}
@@ -192,6 +196,26 @@ def compare_prompts(args: argparse.Namespace) -> int:
     print("\n".join([*summary.lines(figures, floors), *reasons]))
     print(f"{verdict}: {sum(int(f['positions']) for f in figures.values())} positions")
     return EXIT[verdict]
+
+
+def _stood_in(side: States) -> list[str]:
+    """By mode, who ran in place of whom."""
+    told = side.manifest
+    return [
+        f"{mode}: {told.confirmed[mode]} ran in place of {told.resolved[mode]}"
+        for mode in MODES
+        if side.num_rows(mode) and told.confirmed[mode] != told.resolved[mode]
+    ]
+
+
+def _check_floor(a: States, second: States) -> None:
+    """UserError for a floor that is no sound second execution of A: of B's environment it would allow B's faults."""
+    fields = ("torch", "python", "gpu", "distributions", "dtype")
+    other = [name for name in fields if getattr(second.manifest, name) != getattr(a.manifest, name)]
+    if other:
+        raise UserError(f"--floor {second.folder}: another {', '.join(other)} than A's; record it where A was recorded")
+    if told := _stood_in(second):
+        raise UserError(f"--floor {second.folder}: {told[0]}; record it again")
 
 
 def _model_of(a: States) -> Path:

@@ -5,9 +5,12 @@ Its weights are wide, so that attention is far from uniform and a wrong scale sh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +18,7 @@ from attention.dispatch import Dispatcher
 from attention.job import Setup
 from attention.model import Runner, specs_of
 from attention.policy import Policy
+from attention.replay.digest import Running
 
 torch.set_num_threads(1)  # tests share two cores with others
 
@@ -90,3 +94,13 @@ def make_runner(tiny_model: Path) -> Callable[..., Runner]:
         return Runner(model, dispatcher, num_pages=256)
 
     return make
+
+
+def rewrite(folder: Path, mode: str, rows: np.ndarray[Any, Any]) -> None:
+    """Put other rows into a recording of prompts, as if they had been recorded: what a faulty kernel would leave."""
+    np.save(folder / f"{mode}.npy", rows)
+    seen = Running()
+    seen.add(torch.from_numpy(rows))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["digests"][mode] = seen.hex()
+    (folder / "manifest.json").write_text(json.dumps(manifest))

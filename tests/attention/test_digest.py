@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attention.replay import digest as module
-from attention.replay.digest import digest
+from attention.replay.digest import Running, digest
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -132,3 +132,20 @@ def test_a_gpu_finds_the_same_digest(monkeypatch: pytest.MonkeyPatch, piece: int
     parts += [parts[1] > 0, parts[0].transpose(0, 2), parts[2][1:], parts[3][:0]]
     assert digest(*(part.cuda() for part in parts)) == digest(*parts)
     assert [digest(part.cuda()) for part in parts] == [digest(part) for part in parts]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_have_one_digest_however_they_are_cut(dtype: torch.dtype) -> None:
+    rows_RX = torch.randn(40, 7).to(dtype)  # rows that fill no whole words
+
+    def digest_of(*cuts: int) -> str:
+        seen = Running()
+        for block in rows_RX.split(list(cuts)):
+            seen.add(block)
+        return seen.hex()
+
+    whole = digest_of(40)
+    assert digest_of(1, 13, 26) == whole
+    rows_RX[[3, 4]] = rows_RX[[4, 3]]
+    assert digest_of(40) != whole
+    assert Running().hex() != whole

@@ -25,6 +25,14 @@ def test_a_reader_that_stops_early_is_no_error(module: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_verdict_does_not_depend_on_who_reads_it() -> None:
+    code = "from attention.errors import exit_code\nexit_code and exit(exit_code(lambda: print('x\\n' * 100000) or 3))"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f'{sys.executable} -c "{code}" | head -c 1'], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (3, "x", "")
+
+
 def test_a_code_passes_through() -> None:
     assert piped(lambda: 3) == 3
 

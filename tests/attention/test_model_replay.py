@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,9 @@ from attention.model import Chunk, Runner, specs_of
 from attention.replay import compare, model
 from attention.replay.compare import Columns, Head
 from attention.replay.model import Batching
-from attention.replay.states import Manifest, States
+from attention.replay.states import Manifest, States, Writer
 from attention.schemas import SCHEMAS
-from tests.attention.conftest import llama_config, save_model
+from tests.attention.conftest import llama_config, rewrite, save_model
 
 Make = Callable[..., Runner]
 
@@ -41,9 +42,8 @@ PLAN = ModelPlan(prompts=PROMPTS, max_tokens=64, decode_tokens=6)
 
 
 def environment(folder: Path, dtype: str = "float32") -> Manifest:
-    return Manifest(
-        fingerprint_id="f", torch="2", python="3", gpu="cpu", distributions={}, model=folder, model_id="m", dtype=dtype
-    )
+    told: Any = {"model": folder, "model_id": "m", "head": Head.read(folder).digest, "dtype": dtype}
+    return Manifest(fingerprint_id="f", torch="2", python="3", gpu="cpu", distributions={}, **told)
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +272,7 @@ def test_a_nan_stays_one(champion: States, record: Callable[..., States]) -> Non
     broken = record("torch_sdpa:math")
     rows = np.load(broken.folder / "prefill.npy")
     rows[3] = math.nan
-    np.save(broken.folder / "prefill.npy", rows)
+    rewrite(broken.folder, "prefill", rows)
     found = compared(champion, States(broken.folder))
     [at] = np.nonzero(np.isnan(found["kl"]))[0]
     assert (found["mode"][at], found["prompt"][at], found["position"][at]) == ("prefill", 0, 3)
@@ -292,8 +292,48 @@ def test_recordings_of_other_prompts_tokens_or_models_are_refused(
     other = record(plan=PLAN.model_copy(update={"prompts": (*PROMPTS[:2], prompt("p2", "b" * 200))}))
     with pytest.raises(UserError, match="differ in the tokens of p2; record both again"):
         compared(champion, other)
-    with pytest.raises(UserError, match=r"the lm_head takes 32 numbers, .* holds 64 a token"):
-        compare.columns(champion, champion, Head(torch.zeros(300, 32)))
+    with pytest.raises(UserError, match="is of another model, m, than the lm_head"):
+        compare.columns(champion, champion, Head(torch.zeros(300, 64)))
+
+
+def test_a_file_that_was_exchanged_is_refused(champion: States, record: Callable[..., States]) -> None:
+    other = record("torch_sdpa:flash").folder
+    shutil.copy(champion.folder / "decode.npy", other / "decode.npy")
+    with pytest.raises(UserError, match=r"decode\.npy is not as it was recorded; record it again"):
+        compared(champion, States(other))
+    tokens = np.load(other / "tokens.npy")
+    np.save(other / "tokens.npy", tokens[::-1].copy())
+    with pytest.raises(UserError, match=r"tokens\.npy is not as it was recorded; record it again"):
+        States(other)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("dtype", "float99", "not a whole recording"),
+        ("dtype", "bfloat16", "its files are not what its manifest says"),
+        ("confirmed", {}, "its files are not what its manifest says"),
+        ("prompts", [], "holds no prompt"),
+        ("head", "0", "of different models"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_one_line(
+    champion: States, tmp_path: Path, key: str, value: Any, said: str
+) -> None:
+    folder = Path(shutil.copytree(champion.folder, tmp_path / "edited"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, key: value}))
+    with pytest.raises(UserError, match=said):
+        compared(champion, States(folder))
+
+
+def test_one_recording_at_a_time_goes_into_a_folder(tiny_model: Path, make_runner: Make, tmp_path: Path) -> None:
+    told = environment(tiny_model)
+    first = Writer(tmp_path / "w", told, [[1, 2]], 64)
+    with pytest.raises(UserError, match="another process writes there"):
+        Writer(tmp_path / "w", told, [[1, 2]], 64)
+    del first
+    Writer(tmp_path / "w", told, [[1, 2]], 64)
 
 
 @pytest.mark.parametrize("tied", [True, False])

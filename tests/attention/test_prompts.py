@@ -15,6 +15,7 @@ from attention.__main__ import main
 from attention.errors import UserError
 from attention.replay import summary
 from attention.replay.prompts import read_prompts
+from tests.attention.conftest import rewrite
 
 REPO = Path(__file__).parents[2]
 GOLDEN = {"prompt_id": "g1", "category": "copy", "language": "pl", "messages": [{"role": "user", "content": "Cześć!"}]}
@@ -69,7 +70,7 @@ def test_a_faulty_candidate_fails_with_the_figure_and_its_limit(
 ) -> None:
     broken = record("cpu-math")
     rows = np.load(broken / "decode.npy")
-    np.save(broken / "decode.npy", rows[::-1].copy())
+    rewrite(broken, "decode", rows[::-1].copy())
     capsys.readouterr()
     assert main(["compare", str(champion), str(broken), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -83,6 +84,34 @@ def test_a_faulty_candidate_fails_with_the_figure_and_its_limit(
     *_, reason, last = capsys.readouterr().out.splitlines()
     assert reason.startswith("decode ")
     assert last.startswith("fail: ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [("torch", "9", "another torch than A's"), ("confirmed", {"prefill": "x", "decode": "x"}, "x ran in place of")],
+)
+def test_a_floor_of_another_environment_or_backend_is_refused(
+    champion: Path, record: Callable[..., Path], tmp_path: Path, capsys: Capture, key: str, value: Any, said: str
+) -> None:
+    """A floor where B was recorded would have B's faults, and allow them."""
+    other, second = (shutil.copytree(champion, tmp_path / name) for name in ("other", "second"))
+    manifest = json.loads((second / "manifest.json").read_text())
+    (second / "manifest.json").write_text(json.dumps({**manifest, key: value}))
+    assert main(["compare", str(champion), str(other), "--floor", str(second)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_without_a_sound_champion_or_positions_of_both_modes_nothing_is_judged(
+    champion: Path, record: Callable[..., Path], tmp_path: Path, capsys: Capture
+) -> None:
+    other, stood_in = (shutil.copytree(champion, tmp_path / name) for name in ("other", "stood_in"))
+    manifest = json.loads((stood_in / "manifest.json").read_text())
+    (stood_in / "manifest.json").write_text(json.dumps({**manifest, "confirmed": {"prefill": "x", "decode": "x"}}))
+    assert main(["compare", str(stood_in), str(other)]) == 3
+    assert "A, decode: x ran in place of torch_sdpa:math" in capsys.readouterr().out
+    short, same = record("cpu-math", "--max-tokens", "1"), record("cpu-math", "--max-tokens", "1")
+    assert main(["compare", str(short), str(same)]) == 3
+    assert "decode: no position" in capsys.readouterr().out
 
 
 def test_recordings_of_cases_and_of_prompts_do_not_mix(champion: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -142,6 +171,8 @@ def test_a_bad_file_of_prompts_names_its_line(tmp_path: Path, line: str, message
 def test_what_the_flags_must_not_say_is_one_line(
     prompts: Path, champion: Path, tmp_path: Path, capsys: Capture
 ) -> None:
+    other = shutil.copytree(champion, tmp_path / "other")
+
     def error(*argv: Any) -> str:
         assert main([str(one) for one in argv]) == 2
         return capsys.readouterr().err
@@ -151,5 +182,6 @@ def test_what_the_flags_must_not_say_is_one_line(
         "replay", "--prompts", prompts, "--out", tmp_path / "x", "--max-tokens", 0
     )
     assert "cannot be read" in error("replay", "--prompts", tmp_path / "none", "--out", tmp_path / "x")
-    assert "none.yaml: cannot be read" in error("compare", champion, champion, "--limits", tmp_path / "none.yaml")
-    assert "no config.json there" in error("compare", champion, champion, "--model", tmp_path)
+    assert "none.yaml: cannot be read" in error("compare", champion, other, "--limits", tmp_path / "none.yaml")
+    assert "no config.json there" in error("compare", champion, other, "--model", tmp_path)
+    assert "A and B are one folder" in error("compare", champion, champion)

@@ -115,7 +115,7 @@ def test_a_folder_is_measured_into_by_one_process_and_freed_by_its_death(
             assert other.stdout and other.stdout.readline() == "held\n"
             assert measure.main(words) == 2
             said = capsys.readouterr().err
-            assert "rows: another process measures into it; wait for it, or use a new folder" in said
+            assert "rows: another process writes there; wait for it, or use a new folder" in said
             assert said.count("\n") == 1 and files(tmp_path / "rows") == []
         finally:
             other.kill()
