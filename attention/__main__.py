@@ -112,7 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     fingerprint = verb(
         "fingerprint", "what decides which kernel runs, as an id", identity.fingerprint, job=True, setup=True
     )
-    fingerprint.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="two fingerprint files")
+    fingerprint.add_argument(
+        "--diff", nargs=2, type=Path, metavar=("A", "B"), help="two files of --json, or folders of --out"
+    )
     matrix = verb("matrix", "the declared compatibility matrix", rules.matrix)
     matrix.add_argument("--json", action="store_true", help="one JSON document on stdout")
     matrix.add_argument(

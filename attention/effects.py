@@ -117,7 +117,7 @@ def lines(found: list[Explained]) -> list[str]:
             text.append("    no known effect; probes and replay decide")
     if others:
         names = ", ".join(one.path.removeprefix(_PACKAGES) for one in others)
-        text.append(f"{len(others)} other packages, no known effect:")
+        text.append(f"{len(others)} packages of which this sheet says nothing by name:")
         text += textwrap.wrap(names, 80, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
     return text
 
