@@ -8,7 +8,6 @@ import math
 import sys
 from collections import Counter
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from attention import startup
@@ -20,7 +19,7 @@ from attention.matrix import declared_reasons
 from attention.policy import load_policy, resolve
 from attention.replay import judge
 from attention.replay.environment import fields_of
-from attention.replay.recording import Manifest, Recording, record
+from attention.replay.recording import NUM_SEEDS, Manifest, Recording, record
 from attention.replay.truths import Truths, compute
 
 EXIT = {"pass": 0, "fail": 1, "error": 3}
@@ -32,7 +31,7 @@ def record_cases(args: argparse.Namespace, setup: Setup, progress: Any) -> int:
     if args.out is None:
         raise UserError("replay --cases needs --out DIR")
     inputs = REPLAY_INPUTS if args.inputs is None else _inputs(args.inputs)
-    if wrong := [seed for seed in args.seeds if not 0 <= seed < 1 << 63]:
+    if wrong := [seed for seed in args.seeds if not 0 <= seed < NUM_SEEDS]:
         raise UserError(f"--seeds {wrong[0]}: a seed is 0 or more and below 2**63")
     cases = list(dict.fromkeys(probe.case for probe in load_cells(args.cases)))
     policy = load_policy(setup.policy)
@@ -61,7 +60,9 @@ def compare_recordings(args: argparse.Namespace) -> int:
     """Judge recording B beside recording A. Exit 1: a case failed; 3: a case gave nothing to judge."""
     if args.floor is not None:
         raise UserError("--floor is for recordings of prompts; these are of cases")
-    a, b = (Recording(Path(folder)) for folder in args.recordings)
+    if len({folder.resolve() for folder in args.recordings}) == 1:
+        raise UserError(f"compare {args.recordings[0]}: A and B are one folder; name two recordings")
+    a, b = (Recording(folder) for folder in args.recordings)
     rows = judge.judge(a, b, judge.load_limits(args.limits), Truths(args.truths) if args.truths else compute)
     verdict = judge.worst(rows)
     if args.json:

@@ -175,6 +175,6 @@ def _quantiles(values: torch.Tensor, *shares: float) -> list[torch.Tensor]:
 
 
 def _lse_error(lse_TH: torch.Tensor, truth: Truth) -> torch.Tensor:
-    """Largest LSE error over the rows that see a key; NaN stays NaN."""
-    seen = torch.isfinite(truth.lse_QH)
-    return torch.where(seen, (lse_TH.double() - truth.lse_QH).abs(), 0.0).max()
+    """Largest LSE error. A row that sees no key has -inf: every other number there is infinitely far, NaN is NaN."""
+    lse_QH = lse_TH.double()
+    return torch.where(lse_QH == truth.lse_QH, 0.0, (lse_QH - truth.lse_QH).abs()).max()  # -inf less -inf is NaN

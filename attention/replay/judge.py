@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from attention.backends.oracle import Truth
 from attention.errors import UserError
 from attention.replay.figures import Figures, compare
-from attention.replay.recording import Entry, Recording, question_again
+from attention.replay.recording import Entry, Output, Recording, question_again
 from attention.replay.truths import Oracle, compute
 from attention.yaml_file import read_yaml
 
@@ -111,19 +112,34 @@ def _judge_one(
         return about("error", tuple(errors))
     if other.backend in giving and not other.has_lse:
         return about("error", (f"{other.backend} gave no LSE here, and does for other cases",))
+    if one.has_lse and one.backend == other.backend and not other.has_lse:
+        return about("error", (f"{other.backend} gave no LSE in B, and does in A",))
     problem = question_again(one, oracle) if one.question == other.question else None
     if problem is None:
         return about("error", ("the inputs differ: a seed draws other numbers in one of the environments",))
     outputs = [side.output(key) for side in (a, b)]
-    if any(out.shape != problem.truth.out_QHD.shape for out, _ in outputs):
-        return about("error", (f"output shapes {[tuple(out.shape) for out, _ in outputs]}: not that of the case",))
+    if misshapen := _misshapen(outputs, problem.truth):
+        return about("error", misshapen)
     figures = [compare(*output, problem.truth, problem.spec.dtype, problem.batch.q_lens) for output in outputs]
     rows = [found.row() for found in figures]
     if reasons := _reasons(figures[0], figures[1], other, limits):
         return about("fail", reasons, *rows)
     if not figures[0].finite_mask_equal:
         return about("error", (f"A has no figures to stand beside: {figures[0].first_finite_differ}",), *rows)
+    if one.confirmed_backend != one.backend:
+        return about("error", (f"A: {one.confirmed_backend} ran in place of {one.backend}",), *rows)
     return about("pass", (), *rows)
+
+
+def _misshapen(outputs: list[Output], truth: Truth) -> tuple[str, ...]:
+    """What of A's and B's output and LSE has another shape than the truth."""
+    wanted = (("output", truth.out_QHD.shape), ("LSE", truth.lse_QH.shape))
+    return tuple(
+        f"{side}: {name} of shape {tuple(found.shape)}, not that of the case, {tuple(shape)}"
+        for side, output in zip("AB", outputs, strict=True)
+        for (name, shape), found in zip(wanted, output, strict=True)
+        if found is not None and found.shape != shape
+    )
 
 
 def _reasons(a: Figures, b: Figures, entry: Entry, limits: dict[str, float]) -> tuple[str, ...]:

@@ -13,26 +13,32 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from attention import confirm
 from attention.backends import create
 from attention.backends.oracle import Truth
 from attention.cases import AttentionCase, Inputs
-from attention.errors import UserError
+from attention.errors import UserError, one_line
+from attention.held import held
 from attention.replaced import replaced
 from attention.replay.environment import Environment
 from attention.replay.problems import Problem, build, members_of, spec_of
 from attention.replay.truths import Oracle, question_of
+from attention.validated import validated
+from attention.yaml_file import read_json
 
 MANIFEST, TENSORS = "manifest.json", "tensors.npz"
+NUM_SEEDS = 1 << 63  # those that torch's generators take
+
+#: Output [T, H, D] and LSE [T, H].
+Output = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class _Strict(BaseModel):
@@ -44,7 +50,7 @@ class Entry(_Strict):
 
     case: AttentionCase
     inputs: Inputs
-    seed: int
+    seed: int = Field(ge=0, lt=NUM_SEEDS)
     question: str  # hash of q, K, V, mask and spec
     backend: str
     confirmed_backend: str | None = None
@@ -69,29 +75,32 @@ class Recording:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        strange = "was not written by `replay --cases`"
+        document = read_json(folder / MANIFEST)
+        self.manifest = validated(Manifest, document, f"recording {folder}: {MANIFEST} {strange}")
         try:
-            self.manifest = Manifest.model_validate(json.loads((folder / MANIFEST).read_text()))
             raw = (folder / TENSORS).read_bytes()
         except OSError as error:
             raise UserError(f"recording {folder}: {error.strerror}: {error.filename}") from error
-        except (ValueError, ValidationError) as error:
-            raise UserError(f"recording {folder}: {MANIFEST} was not written by `replay --cases`") from error
         if hashlib.sha256(raw).hexdigest() != self.manifest.tensors_sha256:
             raise UserError(f"recording {folder}: {TENSORS} is not what {MANIFEST} was written for; record it again")
-        with np.load(io.BytesIO(raw), allow_pickle=False) as file:
-            self._tensors = dict(file)
+        try:
+            with np.load(io.BytesIO(raw), allow_pickle=False) as file:
+                self._tensors = dict(file)
+        except Exception as error:  # zipfile, zlib and NumPy have an exception each for every way not to be such a file
+            raise UserError(f"recording {folder}: {TENSORS} {strange}: {one_line(error)}") from error
         self.index = {entry.key: i for i, entry in enumerate(self.manifest.entries)}
 
     def entry(self, key: tuple[str, str, int]) -> Entry | None:
         return self.manifest.entries[self.index[key]] if key in self.index else None
 
-    def output(self, key: tuple[str, str, int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def output(self, key: tuple[str, str, int]) -> Output:
         """Output [T, H, D] and LSE [T, H] of an entry without an error. UserError where the tensors are not there."""
         i = self.index[key]
         entry = self.manifest.entries[i]
         try:
             out = torch.from_numpy(self._tensors[f"{i}.out"]).view(getattr(torch, str(entry.out_dtype)))
-            return out, torch.from_numpy(self._tensors[f"{i}.lse"]) if entry.has_lse else None
+            return out, torch.from_numpy(self._tensors[f"{i}.lse"]).view(torch.float32) if entry.has_lse else None
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
             raise UserError(
                 f"recording {self.folder}: no output of {entry.case.case_id} ({error}): record it again"
@@ -109,8 +118,31 @@ def record(
     device: str = "cpu",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Manifest:
-    """Run every case, kind of inputs and seed; write the recording into `out`. A case that raises is an entry."""
-    out.mkdir(parents=True, exist_ok=True)  # before minutes of work
+    """Run every case, kind of inputs and seed; write the recording into `out`. A case that raises is an entry.
+
+    UserError where another process writes into `out`, before minutes of work.
+    """
+    with held(out):
+        entries, arrays = _answers(cases, inputs, seeds, backend_of, device, progress)
+        with replaced(out / TENSORS) as fresh:
+            with fresh.open("wb") as sink:  # a name would get an ending
+                np.savez(sink, **arrays)  # type: ignore[arg-type]
+            digest = hashlib.sha256(fresh.read_bytes()).hexdigest()
+        manifest = environment.model_copy(update={"entries": tuple(entries), "tensors_sha256": digest})
+        with replaced(out / MANIFEST) as fresh:
+            fresh.write_text(manifest.model_dump_json(indent=1) + "\n")
+    return manifest
+
+
+def _answers(
+    cases: Sequence[AttentionCase],
+    inputs: Sequence[Inputs],
+    seeds: Sequence[int],
+    backend_of: Callable[[AttentionCase], str],
+    device: str,
+    progress: Callable[[int, int], None],
+) -> tuple[list[Entry], dict[str, np.ndarray[Any, Any]]]:
+    """Entries in the order of what is asked, and the arrays of each by its number."""
     asked = [
         (case, kind, seed)
         for case in cases
@@ -125,14 +157,7 @@ def record(
         entries.append(entry)
         arrays.update({f"{i}.{name}": array for name, array in tensors.items()})
         progress(i + 1, len(asked))
-    with replaced(out / TENSORS) as fresh:
-        with fresh.open("wb") as sink:  # a name would get an ending
-            np.savez(sink, **arrays)  # type: ignore[arg-type]
-        digest = hashlib.sha256(fresh.read_bytes()).hexdigest()
-    manifest = environment.model_copy(update={"entries": tuple(entries), "tensors_sha256": digest})
-    with replaced(out / MANIFEST) as fresh:
-        fresh.write_text(manifest.model_dump_json(indent=1) + "\n")
-    return manifest
+    return entries, arrays
 
 
 def _run(

@@ -76,17 +76,31 @@ def test_rounding_toward_zero_shows_as_a_bias() -> None:
     assert compare(shrunk, None, positive, torch.bfloat16).bias_z < -6
 
 
-def test_an_empty_row_costs_nothing_when_it_is_zero_and_its_lse_is_not_compared() -> None:
+def without_keys() -> Truth:
+    """A truth whose head 1 sees no key."""
     truth = truth_of()
     empty = Truth(truth.out_QHD.clone(), truth.lse_QH.clone(), truth.rounded_QHD.clone())
     empty.out_QHD[0, 1] = empty.rounded_QHD[0, 1] = 0
     empty.lse_QH[0, 1] = -math.inf
-    figures = compare(
-        empty.rounded_QHD, torch.where(empty.lse_QH.isinf(), 0, empty.lse_QH).float(), empty, torch.bfloat16
-    )
+    return empty
+
+
+def test_an_empty_row_costs_nothing_when_it_is_zero_and_its_lse_minus_infinity() -> None:
+    empty = without_keys()
+    figures = compare(empty.rounded_QHD, empty.lse_QH.float(), empty, torch.bfloat16)
     assert figures.r_row <= 1.0
     assert figures.lse_max_abs is not None
     assert figures.lse_max_abs < 1e-5
+
+
+@pytest.mark.parametrize("wrong", [7.0, 0.0, -5e4, math.inf, math.nan])
+def test_any_other_lse_of_an_empty_row_is_no_small_error(wrong: float) -> None:
+    empty = without_keys()
+    lse = empty.lse_QH.float().clone()
+    lse[0, 1] = wrong
+    found = compare(empty.rounded_QHD, lse, empty, torch.bfloat16).lse_max_abs
+    assert found is not None
+    assert not math.isfinite(found)
 
 
 def test_an_infinite_lse_where_the_oracle_is_finite_is_no_small_error() -> None:
