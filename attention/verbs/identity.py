@@ -47,7 +47,8 @@ def fingerprint(args: argparse.Namespace) -> int:
 
 
 def _read_identity(path: Path) -> dict[str, Any]:
-    """Identity in a fingerprint file, or in the folder of `--out`, as JSON: one of another version, with other fields, can be compared too."""
+    """Identity in a fingerprint file, or in the folder of `--out`, as JSON: one of another version, with
+    other fields, can be compared too."""
     document = read_json(path / "result.json" if path.is_dir() else path)
     identity = document.get("identity") if isinstance(document, dict) else None
     if not isinstance(identity, dict):

@@ -25,8 +25,8 @@ def test_every_figure_stands_beside_what_is_asked(tmp_path: Path, capsys: Any) -
     assert replay_evidence.main([str(tmp_path)]) == 0
     said = capsys.readouterr().out
     for row in (
-        "| tensor replay, cases a minute | 7,344 / 7,344 | 500 |",
-        "| time in the oracle | 21% / 0% | 25% / 0% |",
+        "| tensor replay, cases a minute: first run / truths on disk | 7,344 / 7,344 | 500 |",
+        "| time in the oracle, likewise | 21% / 0% | 25% / 0% |",
         "| over `model(ids)` alone | 0.81 | 0.8 |",
         "| faults around real kernels that were caught | 141 of 142 | all |",
         "| sound runs of real kernels that were stopped | 0 of 572 | 0 |",
