@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from attention.errors import UserError
+from attention.lifetime import end_on_sigterm
 from data.paths import models_dir
 
 NAME = "smollm2-135m-instruct"
@@ -130,4 +131,5 @@ def main(argv: Sequence[str] = ()) -> int:
 
 
 if __name__ == "__main__":
+    end_on_sigterm()  # so that the half-made folder goes
     raise SystemExit(main(sys.argv[1:]))

@@ -17,6 +17,7 @@ from attention.errors import UserError
 from attention.job import Setup
 from attention.matrix import declared_reasons
 from attention.policy import load_policy, resolve
+from attention.progress import now_and_then
 from attention.replay import judge
 from attention.replay.environment import fields_of
 from attention.replay.recording import NUM_SEEDS, Manifest, Recording, record
@@ -63,7 +64,8 @@ def compare_recordings(args: argparse.Namespace) -> int:
     if len({folder.resolve() for folder in args.recordings}) == 1:
         raise UserError(f"compare {args.recordings[0]}: A and B are one folder; name two recordings")
     a, b = (Recording(folder) for folder in args.recordings)
-    rows = judge.judge(a, b, judge.load_limits(args.limits), Truths(args.truths) if args.truths else compute)
+    oracle = Truths(args.truths) if args.truths else compute
+    rows = judge.judge(a, b, judge.load_limits(args.limits), oracle, now_and_then("compare, cases"))
     verdict = judge.worst(rows)
     if args.json:
         sides = {name: one.manifest.model_dump(exclude={"entries"}) for name, one in (("a", a), ("b", b))}

@@ -8,6 +8,7 @@ errors, never a smaller table that passes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -59,10 +60,19 @@ def load_limits(path: Path) -> dict[str, float]:
     return found
 
 
-def judge(a: Recording, b: Recording, limits: dict[str, float], oracle: Oracle = compute) -> list[Judged]:
+def judge(
+    a: Recording,
+    b: Recording,
+    limits: dict[str, float],
+    oracle: Oracle = compute,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Judged]:
     """Every case of either recording, in the order of A; then a row for each dtype class whose cases together fail."""
     giving = frozenset(entry.backend for entry in b.manifest.entries if entry.has_lse)
-    rows = [_judge_one(key, a, b, limits, oracle, giving) for key in dict.fromkeys([*a.index, *b.index])]
+    keys, rows = dict.fromkeys([*a.index, *b.index]), []
+    for key in keys:
+        rows.append(_judge_one(key, a, b, limits, oracle, giving))
+        progress(len(rows), len(keys))
     classes = dict.fromkeys(row.dtype_class for row in rows)
     pooled = (_pooled(name, [row for row in rows if row.dtype_class == name], limits) for name in classes)
     return rows + [row for row in pooled if row is not None]

@@ -16,7 +16,6 @@ refused: tokens when they are read, states when they are compared.
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +33,7 @@ from attention.private import private_folder
 from attention.replaced import replaced
 from attention.replay.digest import Running, digest
 from attention.replay.environment import Environment
+from attention.yaml_file import read_json
 
 MANIFEST = "manifest.json"
 Mode = Literal["prefill", "decode"]
@@ -88,7 +88,7 @@ class States:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self.manifest = Manifest.model_validate(json.loads((folder / MANIFEST).read_text()))
+            self.manifest = Manifest.model_validate_json((folder / MANIFEST).read_text())
             self.tokens: np.ndarray[Any, Any] = np.load(folder / "tokens.npy")
             self._rows = {mode: np.load(folder / f"{mode}.npy", mmap_mode="r") for mode in MODES}
         except OSError as error:
@@ -206,8 +206,8 @@ class Writer:
 def kind_of(folder: Path) -> Literal["prompts", "cases"] | None:
     """What a folder says that it is a recording of; `States` and `Recording` say whether it is whole."""
     try:
-        found = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
+        found = read_json(folder / MANIFEST)
+    except UserError:
         return None
     if not isinstance(found, dict):
         return None
