@@ -25,7 +25,7 @@ def test_a_worker_that_dies_is_a_line_and_no_wait_for_ever() -> None:
     with pytest.raises(UserError, match="a worker process died"), mapped(2, ordered=False) as spread:
         list(spread(os._exit, [1, 1, 1]))
     deadline = time.monotonic() + 10
-    while multiprocessing.active_children():  # the pool's thread waits for them too, and only one of us learns of an end
+    while multiprocessing.active_children():  # the pool's thread waits too, and only one of us learns of an end
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
