@@ -1,141 +1,188 @@
-"""Measurement: a resident worker that times attention calls and model steps on request.
+"""Measurement: a resident worker that times attention calls, model steps and ceilings on request.
 
     python -m attention bench --job job.json      # then one JSON command a line on stdin
 
 Champion and candidate usually live in two environments. Each has a worker like this one; the caller
 alternates between them (A B B A), so that both see the same minutes of the same machine. A worker
-holds its buffers and only runs when asked. Inputs are random: constant data draws less power and
-measures faster.
+holds the buffers of the last thing it was asked for and only runs when asked. Inputs are random: constant data draws
+less power and measures faster. A command that fails is answered with its outcome; after an illegal access the worker
+ends, because its device is lost.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import IO, Any
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from attention import confirm
-from attention.backends import create
+from attention import ceilings
 from attention.cases import AttentionCase
+from attention.contender import Ready, peak_bytes, prepare
 from attention.dispatch import Dispatcher
-from attention.job import BenchCommand, BenchJob
+from attention.errors import one_line
+from attention.job import BenchCommand, BenchJob, BenchSample
 from attention.model import Chunk, Runner
-from attention.replay.problems import spec_of
+from attention.outcomes import MeasurementError, outcome_of
+from attention.timing import Call, CudaClock, clock_of
 
 
-class Sample(BaseModel):
-    """Answer: mean seconds a call over `calls`, what ran, and the first call's time (once a case)."""
+@dataclass(frozen=True)
+class _Held:
+    """What is being timed, and what its answers say beside the seconds."""
 
-    seconds: float
-    calls: int
-    confirmed: str
-    first_call_s: float | None = None
-    error: str | None = None
+    calls: tuple[Call, ...]
+    sample: BenchSample
+    held: Any  # whatever the call reads
+    release: Callable[[], None] = lambda: None
 
 
 class Bench:
-    """The calls of one environment, built once per (metric, case)."""
+    """The calls of one environment: the last one asked for, and the ceilings."""
 
     def __init__(self, dispatcher: Dispatcher, device: str, runner: Runner | None) -> None:
         self._dispatcher = dispatcher
         self._device = device
         self._runner = runner
-        self._calls: dict[tuple[str, str], tuple[Callable[[], Any], str, float]] = {}
+        self._clock = clock_of(device)
+        self._held: dict[str, tuple[str, _Held]] = {}  # by kind: attention or a step, and either ceiling
 
-    def run(self, command: BenchCommand) -> Sample:
-        key = (command.metric, command.case.case_id)
-        first = None
-        if key not in self._calls:
-            call = self._build(command)
-            started = time.perf_counter()
-            _, confirmed = self._watched(call, command)
-            first = time.perf_counter() - started
-            self._calls[key] = (call, confirmed, first)
-        call, confirmed, _ = self._calls[key]
-        calls, started = 0, time.perf_counter()
-        while True:
-            call()
-            calls += 1
-            if self._device.startswith("cuda"):
-                torch.cuda.synchronize()
-            elapsed = time.perf_counter() - started
-            if elapsed >= command.min_s:
-                return Sample(seconds=elapsed / calls, calls=calls, confirmed=confirmed, first_call_s=first)
+    def run(self, command: BenchCommand) -> BenchSample:
+        kind = command.metric if command.metric in ("matmul_s", "read_s") else "measured"
+        key = command.model_dump_json(exclude={"min_s"})
+        known, held = self._held.get(kind, ("", None))
+        is_first = held is None or known != key
+        if held is None or known != key:
+            held = None  # its tensors must be gone before the next are made
+            self._drop(kind)
+            held = self._build(command)
+            self._held[kind] = (key, held)
+        seconds = self._clock.times(held.calls, min_s=command.min_s)
+        sample = (
+            held.sample if is_first else BenchSample(**held.sample.model_dump(include={"backend", "confirmed", "work"}))
+        )
+        return sample.model_copy(update={"seconds": tuple(seconds), "peak_bytes": peak_bytes(self._device)})
 
-    def _watched(self, call: Callable[[], Any], command: BenchCommand) -> tuple[Any, str]:
+    def _drop(self, kind: str) -> None:
+        """Free the tensors of what was timed before: the next case may need all the memory."""
+        _, old = self._held.pop(kind, ("", None))
+        if old is None:
+            return
+        old.release()
+        del old
+        gc.collect()
+        if isinstance(self._clock, CudaClock):
+            self._clock.forget()
+            torch.cuda.empty_cache()
+
+    def _build(self, command: BenchCommand) -> _Held:
+        case = command.case
         if command.metric == "kernel_s":
-            return confirm.watch(call, device=self._device)
-        call()
-        return None, self._dispatcher.confirmed[command.case.phase]
-
-    def _build(self, command: BenchCommand) -> Callable[[], Any]:
-        if command.metric == "kernel_s":
-            return self._attention(command.case)
+            return self._attention(command)
+        if command.metric in ("matmul_s", "read_s"):
+            ceiling = self._ceiling(command)
+            ceiling.call()
+            return _Held((ceiling.call,), BenchSample(work=ceiling.work), ceiling)
         if self._runner is None:
             raise ValueError(f"{command.metric} needs the model: set with_model in the job")
-        return _model_step(self._runner, command.case)
+        step, free = _model_step(self._runner, case)
+        started = time.perf_counter()
+        step()
+        first_call_s = time.perf_counter() - started
+        sample = BenchSample(
+            backend=self._dispatcher.resolved[case.phase],
+            confirmed=self._dispatcher.confirmed[case.phase],
+            first_call_s=first_call_s,
+        )
+        return _Held(self._slowed((step,), command.slowdown), sample, None, free)
 
-    def _attention(self, case: AttentionCase) -> Callable[[], Any]:
-        from attention.backends.base import Batch
+    def _attention(self, command: BenchCommand) -> _Held:
+        backend = command.backend or self._dispatcher.resolved[command.case.phase]
+        ready: Ready = prepare(backend, command.case, self._device, self._clock)
+        sample = BenchSample(
+            backend=ready.backend,
+            confirmed=ready.confirmed,
+            first_call_s=ready.first_call_s,
+            cold_ratio=ready.cold_ratio,
+            workspace_bytes=ready.workspace_bytes,
+            graph_capture=ready.graph_capture,
+        )
+        return _Held(self._slowed(ready.calls, command.slowdown), sample, ready.held)
 
-        spec = spec_of(case)
-        page = case.page_size or 16
-        pages_of = [-(-m.kv_len // page) for m in case.members]
-        order = torch.randperm(sum(pages_of)).tolist()
-        tables, used = [], 0
-        for count in pages_of:
-            tables.append(tuple(order[used : used + count]))
-            used += count
-        batch = Batch(tuple(m.q_len for m in case.members), tuple(m.kv_len for m in case.members), tuple(tables), page)
-        shape = (len(order), page, spec.heads_kv)
-        q = torch.randn(sum(batch.q_lens), spec.heads_q, spec.head_dim_qk).to(spec.dtype).to(self._device)
-        k = torch.randn(*shape, spec.head_dim_qk).to(spec.dtype).to(self._device)
-        v = torch.randn(*shape, spec.head_dim_vo).to(spec.dtype).to(self._device)
-        planned = create(self._dispatcher.resolved[case.phase], self._device).plan(batch, spec)
+    def _slowed(self, calls: tuple[Call, ...], share: float) -> tuple[Call, ...]:
+        return tuple(self._clock.slowed(call, share) for call in calls) if share else calls
 
-        def call() -> None:
-            with torch.inference_mode():
-                planned.run(q, k, v)
-
-        return call
+    def _ceiling(self, command: BenchCommand) -> ceilings.Ceiling:
+        if command.metric == "matmul_s":
+            return ceilings.matmul(getattr(torch, command.case.dtype), self._device)
+        if isinstance(self._clock, CudaClock):
+            return ceilings.read(command.case, self._device, least_bytes=4 * self._clock.l2_bytes)
+        return ceilings.read(command.case, self._device)
 
 
-def _model_step(runner: Runner, case: AttentionCase) -> Callable[[], Any]:
-    """One forward and its logits: a whole prefill (TTFT without queue), or one decode step (TPOT)."""
+def _model_step(runner: Runner, case: AttentionCase) -> tuple[Call, Callable[[], None]]:
+    """One forward and its logits: a whole prefill (TTFT without queue), or one decode step (TPOT). And how its pages
+    are given back."""
     ids = torch.randint(10, min(10_000, len(runner.tokenizer)), (max(m.kv_len for m in case.members),)).tolist()
-    tables = [tuple(runner.pool.alloc(-(-m.kv_len // runner.page_size))) for m in case.members]
-    chunks = [
-        Chunk(tuple(ids[m.kv_len - m.q_len : m.kv_len]), m.kv_len - m.q_len, table)
-        for m, table in zip(case.members, tables, strict=True)
-    ]
-    for member, table in zip(case.members, tables, strict=True):
-        if member.kv_len > member.q_len:
-            runner.forward([Chunk(tuple(ids[: member.kv_len - member.q_len]), 0, table)])
-    return lambda: runner.logits(runner.forward(chunks))
+    tables: list[tuple[int, ...]] = []
+
+    def free() -> None:
+        for table in tables:
+            runner.pool.free(list(table))
+
+    try:
+        for m in case.members:
+            tables.append(tuple(runner.pool.alloc(-(-m.kv_len // runner.page_size))))
+        chunks = [
+            Chunk(tuple(ids[m.kv_len - m.q_len : m.kv_len]), m.kv_len - m.q_len, table)
+            for m, table in zip(case.members, tables, strict=True)
+        ]
+        for member, table in zip(case.members, tables, strict=True):
+            if member.kv_len > member.q_len:
+                runner.forward([Chunk(tuple(ids[: member.kv_len - member.q_len]), 0, table)])
+    except Exception:
+        free()
+        raise
+    return lambda: runner.logits(runner.forward(chunks)), free
 
 
 def serve(job: BenchJob, source: IO[str], sink: IO[str]) -> None:
-    """Answer commands until the source ends. A command that fails is answered with its error."""
+    """Answer commands until the source ends, or the device is lost. A command that fails is answered with its error."""
     from attention.startup import decide, identify, load
 
     torch.set_num_threads(job.setup.num_threads)
     dispatcher = decide(job.setup, [])
     runner = load(job.setup, dispatcher) if job.with_model else None
     bench = Bench(dispatcher, job.setup.device, runner)
-    ready = {"ready": True, "resolved": dispatcher.resolved, "fingerprint_id": identify(job.setup, dispatcher).id}
+    ready = {
+        "ready": True,
+        "resolved": dispatcher.resolved,
+        "fingerprint_id": identify(job.setup, dispatcher).id,
+        "device_name": torch.cuda.get_device_name(job.setup.device) if job.setup.device.startswith("cuda") else "cpu",
+    }
     print(json.dumps(ready), file=sink, flush=True)
-    for line in source:
-        try:
-            answer = bench.run(BenchCommand.model_validate_json(line))
-        except (ValidationError, ValueError, RuntimeError) as error:
-            text = f"{type(error).__name__}: {error}"[:500]
-            answer = Sample(seconds=float("nan"), calls=0, confirmed="", error=text)
-        print(answer.model_dump_json(), file=sink, flush=True)
+    with torch.inference_mode():
+        for line in source:
+            answer = _answered(bench, line)
+            print(answer.model_dump_json(), file=sink, flush=True)
+            if answer.outcome == "illegal_access":
+                return
+
+
+def _answered(bench: Bench, line: str) -> BenchSample:
+    try:
+        return bench.run(BenchCommand.model_validate_json(line))
+    except ValidationError as error:
+        return BenchSample(outcome="failed", error=f"not a command: {error.errors()[0]['msg']}")
+    except Exception as error:  # whatever a backend raises is a row, and the next command is answered
+        name = "" if isinstance(error, MeasurementError) else f"{type(error).__name__}: "
+        return BenchSample(outcome=outcome_of(error), error=f"{name}{one_line(error)}"[:500])
 
 
 def main(job: BenchJob) -> None:

@@ -104,6 +104,12 @@ def backend_of(names: Iterable[str]) -> str:
     return f"unconfirmed({', '.join((suspects or kernels or operators)[:3]) or 'nothing ran'})"
 
 
+def same_kernels(in_graph: str, seen: str) -> bool:
+    """Whether the backend that a graph's kernels stand for is `seen`, or launches the same kernels as it: a graph has
+    no operators that would tell two callers of one library apart."""
+    return in_graph == seen or any((p.backend, p.otherwise) == (in_graph, seen) for p in PATTERNS)
+
+
 def watch(call: Callable[[], T], *, device: str = "cpu") -> tuple[T, str]:
     """Run `call` under the profiler: its result, and the backend that the execution layer names."""
     if device.startswith("cuda"):

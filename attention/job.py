@@ -9,11 +9,12 @@ import json
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from attention.cases import REPLAY_INPUTS, AttentionCase, Inputs
 from attention.errors import UserError
 from attention.limits import Limits
+from attention.outcomes import Outcome
 
 
 class _Strict(BaseModel):
@@ -136,11 +137,34 @@ class BenchJob(_Strict):
 
 
 class BenchCommand(_Strict):
-    """One request of the caller: time `case` for at least `min_s`, as attention or as a model step."""
+    """One request of the caller: time `case` for at least `min_s`, as attention, as a model step, or a ceiling.
 
-    metric: Literal["kernel_s", "ttft_s", "tpot_s"]
+    `backend`: default the one that the policy resolves to. `slowdown`, a drill's, is the share that each call takes
+    longer.
+    """
+
+    metric: Literal["kernel_s", "ttft_s", "tpot_s", "matmul_s", "read_s"]
     case: AttentionCase
     min_s: float
+    backend: str | None = None
+    slowdown: float = Field(default=0.0, ge=0)
+
+
+class BenchSample(BaseModel):
+    """Answer of the worker: raw seconds of the calls, what ran, and, once a case, what its first run showed
+    (`attention.contender.Ready`)."""
+
+    seconds: tuple[float, ...] = ()
+    outcome: Outcome = "measured"
+    error: str | None = None
+    backend: str | None = None
+    confirmed: str | None = None
+    work: float | None = None  # of a ceiling: FLOPs or bytes of one call
+    first_call_s: float | None = None
+    cold_ratio: float | None = None
+    workspace_bytes: int | None = None
+    peak_bytes: int | None = None
+    graph_capture: str | None = None
 
 
 JobT = TypeVar("JobT", bound=BaseModel)

@@ -23,7 +23,7 @@ from attention.private import private_folder
 SCHEMA_VERSION = 1
 
 #: Tables whose columns have changed since version 1. Columns are only ever added, so a reader of old files sees nulls.
-TABLE_VERSIONS: dict[str, int] = {"tensor_replay": 2, "model_replay": 2}
+TABLE_VERSIONS: dict[str, int] = {"tensor_replay": 2, "model_replay": 2, "perf_samples": 2, "perf_cells": 2}
 
 _STR, _INT, _REAL, _BOOL = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 
@@ -123,12 +123,43 @@ _TABLES: dict[str, dict[str, pa.DataType]] = {
     "perf_samples": {
         "backend": _STR,
         "confirmed_backend": _STR,
-        "family": _STR,  # prefill | decode
+        "family": _STR,  # prefill | decode | extend
         "metric": _STR,  # kernel_s | ttft_s | tpot_s | first_call_s
         "case_id": _STR,
         "shape_bucket": _STR,
-        "block": _INT,  # interleaving block: champion and candidate alternate inside one
+        "block": _INT,  # interleaving block: whoever is compared takes turns inside one
+        "call": _INT,  # within the block
         "seconds": _REAL,
+    },
+    # One row a (backend, family, metric, cell): what one backend did, beside what the machine could have done.
+    "perf_backends": {
+        "backend": _STR,
+        "confirmed_backend": _STR,
+        "family": _STR,  # prefill | decode | extend
+        "metric": _STR,  # kernel_s | ttft_s | tpot_s
+        "case_id": _STR,
+        "case_json": _STR,
+        "shape_bucket": _STR,
+        "kv_len": _INT,  # upper end of the bucket
+        "mix": _STR,  # of the traffic that the weight is of
+        "weight": _REAL,  # share of the family's attention work in this bucket
+        "calls": _REAL,  # calls of this case that 1000 requests of the mix cost, one layer
+        "outcome": _STR,  # measured | refused | out_of_memory | illegal_access | compile_failed | timed_out | crashed
+        # | wrong_kernel | warm_cache | above_limit | failed
+        "error": _STR,  # null where it was measured
+        "p50_s": _REAL,
+        "p95_s": _REAL,
+        "p99_s": _REAL,
+        "num_samples": _INT,
+        "limit_s": _REAL,  # max(FLOPs / matrix product, bytes / read), both measured in the same rounds
+        "limited_by": _STR,  # flops | bytes
+        "limit_ratio": _REAL,  # limit_s / p50_s
+        "datasheet_ratio": _REAL,  # the same with the vendor's figures; null for a machine without a datasheet here
+        "cold_ratio": _REAL,  # p50_s / the time right after the L2 was flushed; null without a GPU
+        "first_call_s": _REAL,
+        "workspace_bytes": _INT,  # the most that plan and call held beside inputs and outputs; null without a GPU
+        "peak_bytes": _INT,  # of the process
+        "graph_capture": _STR,  # captured | why not; null for a case that is not to be captured
     },
     # One row a (family, metric, cell): candidate against champion.
     "perf_cells": {
@@ -147,8 +178,57 @@ _TABLES: dict[str, dict[str, pa.DataType]] = {
         "ratio_low": _REAL,
         "ratio_high": _REAL,
         "verdict": _STR,  # SAME | FAST | SLOW | AMBG
-        "floor_s": _REAL,  # max(FLOPs / peak, bytes / bandwidth) with ceilings of this run
+        "floor_s": _REAL,  # unused since version 2: limit_s of perf_backends
         "num_blocks": _INT,
+        "margin": _REAL,  # a difference up to this is SAME: the plan's, or today's floor where that is larger
+        "aa_floor": _REAL,  # how far from 1 the champion came beside itself, at most, in this run
+        "confidence": _REAL,  # of the interval, corrected for cells and looks
+    },
+    # One row a round of a ceiling: what the machine can do, measured between the cells.
+    "perf_ceilings": {
+        "kind": _STR,  # matmul | read
+        "case_id": _STR,  # beside which it was measured
+        "block": _INT,
+        "seconds": _REAL,
+        "work": _REAL,  # FLOPs or bytes
+    },
+    # One row a (backend, cache): a fresh process with empty caches, then another with what the first left there.
+    "perf_startup": {
+        "backend": _STR,
+        "cache": _STR,  # cold | warm
+        "outcome": _STR,  # as in perf_backends
+        "error": _STR,
+        "import_s": _REAL,  # process start until the backend is there
+        "first_call_s": _REAL,  # plan and first call, compilation included
+        "second_call_s": _REAL,
+    },
+    # One row a (side, load level) of the stress run.
+    "perf_stress": {
+        "mix": _STR,
+        "level": _REAL,  # of the champion's saturation
+        "rate_per_s": _REAL,  # requests offered a second
+        "max_running": _INT,  # bound on requests in a step
+        "duration_s": _REAL,
+        "num_offered": _INT,
+        "num_completed": _INT,
+        "num_refused": _INT,  # queue full
+        "num_failed": _INT,
+        "num_good": _INT,  # completed within both objectives
+        "goodput_per_s": _REAL,
+        "output_tokens_per_s": _REAL,
+        "slo_ttft_s": _REAL,
+        "slo_tpot_s": _REAL,
+        "ttft_p50_s": _REAL,
+        "ttft_p95_s": _REAL,
+        "ttft_p99_s": _REAL,
+        "tpot_p50_s": _REAL,
+        "tpot_p95_s": _REAL,
+        "tpot_p99_s": _REAL,
+        "running_mean": _REAL,
+        "kv_peak_share": _REAL,  # of the cache's pages
+        "num_preempted": _INT,
+        "num_fallbacks": _INT,
+        "num_out_of_memory": _INT,
     },
     # One row a served request, written by the instance that served it.
     "requests": {

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from data.requests import Traffic
 
 DRILL_FOLDER = "drill"
-MIXES = ("chat", "code", "long-context", "reasoning")
+#: `own`: what `source` holds, as the plan plays it.
+OWN = "own"
+MIXES = ("chat", "code", "long-context", "reasoning", OWN)
 
 
 class _Strict(BaseModel):

@@ -60,12 +60,28 @@ class ReplayPlan(_Section):
         return tuple(dict.fromkeys(map(kv_dtype_of, value)))
 
 
+class StressPlan(_Section):
+    """Open-loop load on an instance that serves nobody else: where is the knee, and who gives in first?"""
+
+    levels: tuple[Annotated[float, Field(gt=0)], ...] = (0.5, 0.8, 1.0, 1.2)  # of the champion's saturation
+    max_running: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)  # requests in a step: the concurrency
+    saturation_requests: int = Field(ge=4)  # offered at once, to find the champion's saturation
+    duration_s: float = Field(gt=0)  # of arrivals at each level
+    slo_ttft_s: float = Field(gt=0)
+    slo_tpot_s: float = Field(gt=0)
+
+
 class BaselinePlan(_Section):
-    cells_per_family: int = Field(ge=1)  # heaviest traffic buckets measured, per prefill and decode
-    blocks: int = Field(ge=4)  # interleaved A/B/B/A blocks a cell
+    cells_per_family: int = Field(ge=1)  # heaviest traffic buckets measured, of prefill, decode and extend each
+    blocks: int = Field(ge=4)  # interleaved blocks a cell, before the first verdict
+    max_blocks: int = Field(ge=4)  # an ambiguous cell gets more, up to so many
+    budget_s: float = Field(gt=0)  # for all cells: past it what is ambiguous stays so
+    margin: float = Field(gt=0, lt=1)  # a smaller difference is SAME
     min_block_s: float = Field(gt=0)  # a block repeats the call until it lasts this long
     max_kv_len: int = Field(ge=16)
     model_steps: bool = True  # the model's own TTFT and TPOT too; without, canary alone measures them
+    startup: bool = True  # first call of fresh processes, with empty caches and with warm ones
+    stress: StressPlan | None = None
     min_weight: float = Field(ge=0, le=1)  # share of the traffic's work that the cells must cover
 
 

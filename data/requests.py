@@ -8,14 +8,16 @@ buckets = shape_weights(lengths(requests, tokenizer))
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from attention.cases import shape_bucket
+from attention.errors import UserError
 from attention.serve.protocol import ApiError, ChatBody, CompletionBody, parse
 from data.features import features
 from data.jsonl import Rejected
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from data.sample import SampleReport
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
-Family = Literal["prefill", "decode"]
+Family = Literal["prefill", "decode", "extend"]
 
 MIN_TOKENS = 8  # what scaling leaves of a message: below this a text says nothing
 MIN_OUTPUT = 2  # time per output token needs two tokens
@@ -163,21 +165,39 @@ class Traffic:
 
 @dataclass(frozen=True)
 class RequestLength:
-    """Tokens of one request; `output_tokens` is its limit, which an early end may undercut."""
+    """Tokens of one request; `output_tokens` is its limit, which an early end may undercut.
+
+    Raises UserError for a prompt that a cache holds whole (its last token at least is computed), and for a count that
+    is no positive number.
+    """
 
     custom_id: str
     prompt_tokens: int
     output_tokens: int
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    count: float = 1.0  # requests that it stands for
+
+    def __post_init__(self) -> None:
+        if self.cached_tokens and not 0 < self.cached_tokens < self.prompt_tokens:
+            raise UserError(
+                f"request {self.custom_id}: cached_tokens {self.cached_tokens} of a prompt of {self.prompt_tokens}; "
+                "give 0 to prompt_tokens - 1"
+            )
+        if not 0 < self.count < math.inf:
+            raise UserError(f"request {self.custom_id}: count {self.count}; give a positive number")
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Share of a family's attention work in one range of KV lengths."""
+    """Share of a family's attention work in one range of KV lengths, and a call that is typical of it."""
 
     family: Family
     kv_len: int  # upper end of the range, a power of two
     shape_bucket: str  # as attention.cases.shape_bucket spells it
     weight: float  # 0..1; the buckets of a family sum to 1
+    q_len: int = 1  # query tokens of the typical call: prefill kv_len, decode 1, extend a power of two below kv_len
+    # Work of 1000 requests in one layer: query-key pairs of one head (prefill, extend), steps of one sequence (decode).
+    units: float = 0.0
 
 
 def with_texts(requests: Sequence[TrafficRequest], tokenizer: Tokenizer, divide_by: int = 1) -> list[TrafficRequest]:
@@ -324,23 +344,55 @@ def lengths(requests: Sequence[TrafficRequest], tokenizer: Tokenizer) -> list[Re
 
 
 def shape_weights(measured: Sequence[RequestLength]) -> list[Bucket]:
-    """Where the attention work of this traffic lies, heaviest bucket of a family first.
+    """Where the attention work of this traffic lies: families apart, heaviest bucket of a family first.
 
-    A prefill of n tokens weighs n^2 (causal query-key pairs, up to a constant). A decode step weighs 1
-    and belongs to the KV length that it sees: prompt + 1 for the first, since the prefill itself gives the
-    first output token.
+    A prompt's work is its causal query-key pairs, in the bucket of its length: a prefill, or an extend where the
+    prefix cache holds a part, whose queries are the rest. A decode step weighs 1 and belongs to the KV length that it
+    sees: prompt + 1 for the first, since the prompt itself gives the first output token.
     """
     work: dict[tuple[Family, int], float] = defaultdict(float)
+    queries: dict[int, float] = defaultdict(float)  # of extends: new tokens, times their pairs
     for one in measured:
-        work["prefill", bucket_end(one.prompt_tokens)] += one.prompt_tokens**2
-        for kv_len in range(one.prompt_tokens + 1, one.prompt_tokens + one.output_tokens):
-            work["decode", bucket_end(kv_len)] += 1
+        new, end = one.prompt_tokens - one.cached_tokens, bucket_end(one.prompt_tokens)
+        pairs = one.count * (new * one.prompt_tokens - new * (new - 1) // 2)
+        work["extend" if one.cached_tokens else "prefill", end] += pairs
+        if one.cached_tokens:
+            queries[end] += pairs * new
+        for end, steps in _decode_steps(one.prompt_tokens + 1, one.prompt_tokens + one.output_tokens - 1):
+            work["decode", end] += one.count * steps
     total = {family: sum(w for (f, _), w in work.items() if f == family) for family, _ in work}
+    per_thousand = 1000 / sum(one.count for one in measured) if measured else 0.0
     buckets = [
-        Bucket(family, kv_len, shape_bucket(family, kv_len), weight / total[family])
-        for (family, kv_len), weight in work.items()
+        Bucket(
+            family,
+            kv_len,
+            shape_bucket(family, kv_len),
+            units / total[family],
+            _typical_q_len(family, kv_len, queries[kv_len] / units),
+            units * per_thousand,
+        )
+        for (family, kv_len), units in work.items()
+        if units
     ]
-    return sorted(buckets, key=lambda b: (b.family != "prefill", -b.weight, b.kv_len))
+    return sorted(buckets, key=lambda b: (get_args(Family).index(b.family), -b.weight, b.kv_len))
+
+
+def _decode_steps(first: int, last: int) -> Iterator[tuple[int, int]]:
+    """(bucket, steps in it) of steps that see first, first + 1, .. last keys."""
+    while first <= last:
+        end = bucket_end(first)
+        yield end, min(last, end) - first + 1
+        first = end + 1
+
+
+def _typical_q_len(family: Family, kv_len: int, mean_new: float) -> int:
+    """Query tokens of a bucket's typical call; of an extend the nearest power of two to its mean of new tokens.
+
+    2 at least, since one is a decode, and half of the keys at most, since all of them are a prefill.
+    """
+    if family != "extend":
+        return kv_len if family == "prefill" else 1
+    return min(1 << round(math.log2(max(2.0, mean_new))), kv_len // 2)
 
 
 def bucket_end(kv_len: int) -> int:

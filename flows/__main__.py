@@ -288,6 +288,51 @@ def nightly(as_json: Json = False) -> None:
 
 
 @app.command()
+def baseline(
+    matrix: Annotated[
+        str, typer.Option(help="what to measure: a name in data/baselines, or a file", callback=_text)
+    ] = "cpu",
+    mix: Annotated[
+        str,
+        typer.Option(help="traffic that weighs the cells: a name in data/mixes, a file, or own", callback=_text),
+    ] = "chat",
+    traffic: Annotated[Path | None, typer.Option(help="traffic log of --mix own")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU model; default: the matrix's first", callback=_cell_part)] = None,
+    backends: Annotated[
+        str | None, typer.Option(help="comma-separated backends or families; default: the matrix's", callback=_text)
+    ] = None,
+    blocks: Annotated[int, typer.Option(min=4, help="interleaved blocks a cell")] = 6,
+    startup: Annotated[bool, typer.Option("--startup", help="first calls of fresh processes too")] = False,
+    budget_s: Annotated[float | None, typer.Option(min=1, help="leave out cells past so many seconds")] = None,
+    propose: Annotated[Path | None, typer.Option(help="write the selection as a policy file")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for rows and figures; default: the lake")] = None,
+    as_json: Json = False,
+) -> None:
+    """Which backend is best here for a traffic mix? No traffic moves.
+
+    Example: python -m flows baseline --matrix cpu --mix chat
+    """
+    from flows import baseline as module
+    from flows.terminal import progress
+
+    asked = module.Asked(
+        matrix=matrix,
+        mix=mix,
+        gpu=gpu,
+        traffic=traffic,
+        backends=backends,
+        blocks=blocks,
+        startup=startup,
+        budget_s=budget_s,
+        propose=propose,
+        out=out,
+    )
+    found = module.run(asked, say=progress(to_stderr=as_json))
+    _show(found, module.render, as_json)
+    raise typer.Exit(found.exit_code)
+
+
+@app.command()
 def watch(gpu: Gpu = "cpu", family: Family = "smollm2") -> None:
     """Take traffic back when a release lets its lease run out."""
     from flows import watch as module

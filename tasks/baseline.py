@@ -1,87 +1,118 @@
-"""Stage `baseline`: prefill and decode apart, champion and candidate interleaved on one machine.
+"""Stage `baseline`: prefill, decode and extend apart, champion and candidate interleaved on one machine.
 
-Two resident workers, one in each environment, are asked in turns A B B A: a drift of the machine
-hits both alike. The cells are the heaviest buckets of the traffic that the plan plays; each bucket's
-weight is its share of the traffic's attention work. Kernel time per cell, and where the plan wants it
-(`model_steps`), in the bucket of the shortest contexts, the model's own TTFT (one prefill) and TPOT (one
-decode step).
+Resident workers, one in each environment, are asked in turns A B B A: a drift of the machine hits both alike. First
+the champion is measured against itself: what differs there is noise, today's floor of this machine, and nothing below
+it is called a difference. Then the cells: the heaviest buckets of the traffic's mix, weighed by their share of the
+attention work of their family. Kernel time per cell beside the machine's ceilings, and where the plan wants it the
+model's own TTFT (one prefill) and TPOT (one decode step) in the bucket of the shortest contexts, first calls of fresh
+processes, and a stress run. An ambiguous cell is measured longer, within the stage's budget.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
+from data.candidate import OWN
+from data.mix import load_mix
 
 from attention.cases import AttentionCase
-from attention.job import BenchCommand, BenchJob
+from attention.job import BenchJob
 from attention.model_config import read_config, resolve_dtype
-from data.requests import Bucket, lengths, scale, shape_weights
+from data.plan import TrafficScale
+from data.requests import MIN_OUTPUT, MIN_TOKENS, Bucket, RequestLength, lengths, scale, shape_weights
 from gates import baseline as gate
-from gates.statistics import mean_interval
+from gates.paired_ratio import corrected, looks
+from tasks import first_calls
 from tasks.context import SIDES, Context, Side, StageOutcome
-from tasks.environment import Job, Worker
+from tasks.measurement import Contender, Crew, Metric, Rule, compare, noise_floor
+from tasks.perf_rows import Cell, Who, backend_row, ceiling_rows, pair_row, sample_rows
 
 DECODE_BATCH = 4
-SAME_MARGIN = 0.05  # below this a difference on shared cores says nothing
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One thing to measure."""
-
-    metric: str
-    bucket: Bucket
-    case: AttentionCase
+TWIN = "champion-again"
+#: A cell may use so many times its even share of what is left of the budget: most need less.
+_SHARE_OF_BUDGET = 3.0
+_FAMILIES = (("prefill", "ttft_s"), ("decode", "tpot_s"), ("extend", None))
 
 
 def run(context: Context) -> StageOutcome:
     """Measure all cells, write samples and cells, judge."""
-    workers: dict[str, Worker] = {side: Worker(_job(context, side), context.work) for side in SIDES}
-    try:
-        cells = list(plan_cells(context))  # while the workers load
-        for worker in workers.values():
-            worker.wait_ready()
+    plan = context.plan.baseline
+    traffic = request_lengths(context)
+    contenders = [_contender(context, side, side) for side in SIDES]
+    contenders.append(_contender(context, TWIN, "champion"))
+    with Crew(contenders, context.work) as crew:
+        cells = list(plan_cells(context, traffic))  # while the workers load
+        crew.wait_ready()
+        rule = _rule(context, crew, cells)
+        deadline = time.monotonic() + plan.budget_s
         for number, cell in enumerate(cells, start=1):
-            _measure(context, cell, workers)
-            context.say(f"baseline: cell {number} of {len(cells)}: {cell.metric} {cell.bucket.shape_bucket}")
-    finally:
-        for worker in workers.values():
-            worker.close()
+            left = deadline - time.monotonic()
+            until = time.monotonic() + max(0.0, _SHARE_OF_BUDGET * left / (len(cells) - number + 1))
+            said = _measure(context, crew, cell, rule, min(until, deadline))
+            context.say(
+                f"baseline: cell {number} of {len(cells)}: {cell.metric} {cell.bucket.shape_bucket} "
+                f"{cell.case.execution}: {said}"
+            )
+        resolved = {side: crew.worker(side).resolved for side in SIDES}
+    if plan.startup:  # with the machine to themselves
+        first_calls.run(context, [cell.case for cell in cells if cell.metric == "kernel_s"], resolved)
     report = gate.judge(context.lake, context.release_id, context.plan)
-    return StageOutcome(report, {"cells": len(cells)})
+    return StageOutcome(report, {"cells": len(cells), "aa_floor": rule["aa_floor"]})
 
 
-def plan_cells(context: Context) -> Iterator[Cell]:
-    """The heaviest buckets of the played traffic, prefill and decode; one of each with the model too."""
+def request_lengths(context: Context) -> list[RequestLength]:
+    """Lengths of the traffic that weighs the cells, scaled as the plan plays it: a named mix, or the candidate's own
+    traffic (`mix: own`)."""
+    name, plan = context.candidate.candidate.traffic.mix, context.plan.traffic
+    if name != OWN:
+        return [scaled(one, plan) for one in load_mix(name).lengths()]
     from transformers import AutoTokenizer
 
-    plan = context.plan.baseline
     tokenizer = AutoTokenizer.from_pretrained(context.cell.model_path)
-    requests = scale(context.candidate.traffic(), context.plan.traffic, tokenizer)
-    buckets = [b for b in shape_weights(lengths(requests, tokenizer)) if b.kv_len <= plan.max_kv_len]
-    for family, metric in (("prefill", "ttft_s"), ("decode", "tpot_s")):
+    return lengths(scale(context.candidate.traffic(), plan, tokenizer), tokenizer)
+
+
+def scaled(one: RequestLength, plan: TrafficScale) -> RequestLength:
+    """A request's lengths as the plan plays them; what was cached stays cached in proportion."""
+    by = plan.divide_lengths_by
+    prompt = max(min(MIN_TOKENS, one.prompt_tokens), one.prompt_tokens // by)
+    output = max(MIN_OUTPUT, one.output_tokens // by)
+    if plan.max_output_tokens is not None:
+        output = min(output, plan.max_output_tokens)
+    cached = min(one.cached_tokens // by, prompt - 1)
+    return RequestLength(one.custom_id, prompt, output, cached_tokens=cached, count=one.count)
+
+
+def plan_cells(context: Context, traffic: Sequence[RequestLength]) -> Iterator[Cell]:
+    """The heaviest buckets of each family; one of prefill and of decode with the model too."""
+    plan = context.plan.baseline
+    buckets = [b for b in shape_weights(traffic) if b.kv_len <= plan.max_kv_len]
+    for family, metric in _FAMILIES:
         heaviest = [b for b in buckets if b.family == family][: plan.cells_per_family]
         for bucket in heaviest:
             yield Cell("kernel_s", bucket, _case(context, bucket))
-        if heaviest and plan.model_steps:
+        if heaviest and metric is not None and plan.model_steps:
             # The bucket with the shortest contexts of these: where most requests are.
             most = min(heaviest, key=lambda bucket: bucket.kv_len)
-            yield Cell(metric, most, _case(context, most))
+            step: Metric = "ttft_s" if metric == "ttft_s" else "tpot_s"
+            yield Cell(step, most, _case(context, most))
 
 
 def _case(context: Context, bucket: Bucket) -> AttentionCase:
     config = read_config(context.cell.model_path)
     heads = int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
-    batch = f"q{bucket.kv_len}" if bucket.family == "prefill" else f"{DECODE_BATCH}q1s{bucket.kv_len}"
+    batches = {
+        "prefill": f"q{bucket.kv_len}",
+        "decode": f"{DECODE_BATCH}q1s{bucket.kv_len}",
+        "extend": f"q{bucket.q_len}s{bucket.kv_len}",
+    }
     setup = context.setup("candidate")
     return AttentionCase(
         phase=bucket.family,
-        batch=batch,
+        batch=batches[bucket.family],
         heads_q=heads,
         heads_kv=int(config.get("num_key_value_heads") or heads),
         head_dim_qk=head_dim,
@@ -91,72 +122,53 @@ def _case(context: Context, bucket: Bucket) -> AttentionCase:
     )
 
 
-def _job(context: Context, side: Any) -> Job:
-    job = BenchJob(setup=context.setup(side), with_model=context.plan.baseline.model_steps)
-    return Job(f"bench-{side}", job, context.environment(side))
+def _contender(context: Context, name: str, side: Side) -> Contender:
+    with_model = context.plan.baseline.model_steps and name != TWIN
+    return Contender(name, BenchJob(setup=context.setup(side), with_model=with_model), context.environment(side))
 
 
-def _measure(context: Context, cell: Cell, workers: dict[str, Worker]) -> None:
-    command = BenchCommand(metric=cell.metric, case=cell.case, min_s=context.plan.baseline.min_block_s)
-    samples: dict[str, list[float]] = {side: [] for side in workers}
-    rows = []
-    for block in range(-1, context.plan.baseline.blocks):  # block -1 warms up and is not counted
-        order: tuple[Side, ...] = SIDES if block % 2 else SIDES[::-1]
-        for side in order:
-            answer = workers[side].ask(command)
-            if answer["error"]:
-                raise RuntimeError(f"{side} {cell.metric} {cell.case.case_id}: {answer['error']}")
-            row = {
-                "side": side,
-                "fingerprint_id": workers[side].fingerprint_id,
-                "backend": workers[side].resolved[cell.case.phase],
-                "confirmed_backend": answer["confirmed"],
-                "family": cell.bucket.family,
-                "case_id": cell.case.case_id,
-                "shape_bucket": cell.bucket.shape_bucket,
-                "block": block,
-            }
-            if answer["first_call_s"] is not None:
-                rows.append({**row, "metric": "first_call_s", "seconds": answer["first_call_s"]})
-            if block >= 0:
-                samples[side].append(answer["seconds"])
-                rows.append({**row, "metric": cell.metric, "seconds": answer["seconds"]})
-    context.write("perf_samples", rows)
-    context.write("perf_cells", [_cell_row(cell, samples, workers)])
+def _who(crew: Crew, side: Side, cell: Cell) -> Who:
+    worker = crew.worker(side)
+    return Who(side, worker.fingerprint_id, worker.resolved[cell.case.phase], worker.device_name)
 
 
-def _cell_row(cell: Cell, samples: dict[str, list[float]], workers: dict[str, Worker]) -> dict[str, Any]:
-    """One row of perf_cells: the ratio is paired by block, its interval on the log scale."""
-    champion, candidate = (np.array(samples[side]) for side in ("champion", "candidate"))
-    interval = mean_interval(np.log(candidate / champion).tolist())
-    low, ratio, high = (math.exp(x) for x in (interval.low, interval.value, interval.high))
-    return {
-        "side": "candidate",
-        "fingerprint_id": workers["candidate"].fingerprint_id,
-        "backend": workers["candidate"].resolved[cell.case.phase],
-        "champion_backend": workers["champion"].resolved[cell.case.phase],
-        "family": cell.bucket.family,
-        "metric": cell.metric,
-        "case_id": cell.case.case_id,
-        "shape_bucket": cell.bucket.shape_bucket,
-        "weight": cell.bucket.weight,
-        "champion_p50_s": float(np.quantile(champion, 0.5)),
-        "candidate_p50_s": float(np.quantile(candidate, 0.5)),
-        "candidate_p95_s": float(np.quantile(candidate, 0.95)),
-        "candidate_p99_s": float(np.quantile(candidate, 0.99)),
-        "ratio": ratio,
-        "ratio_low": low,
-        "ratio_high": high,
-        "verdict": verdict(low, high),
-        "num_blocks": len(candidate),
-    }
+def _rule(context: Context, crew: Crew, cells: Sequence[Cell]) -> dict[str, Any]:
+    """Columns of perf_cells that say how it was judged: the champion against itself, on the heaviest cell of each
+    family, gives the floor."""
+    plan = context.plan.baseline
+    at = looks(plan.blocks, plan.max_blocks)
+    confidence = corrected(len(cells), len(at))
+    heaviest: dict[str, AttentionCase] = {}
+    for cell in cells:
+        if cell.metric == "kernel_s":
+            heaviest.setdefault(cell.bucket.family, cell.case)
+    rule = Rule(at, confidence, plan.margin)
+    floor = noise_floor(crew, list(heaviest.values()), "champion", TWIN, rule, min_s=plan.min_block_s)
+    context.say(f"baseline: the champion is within {100 * floor:.2g} % of itself")
+    return {"margin": max(plan.margin, floor), "aa_floor": floor, "confidence": confidence}
 
 
-def verdict(low: float, high: float) -> str:
-    """SLOW or FAST when the whole interval lies beyond the margin, SAME when inside it, else AMBG."""
-    if low > 1 + SAME_MARGIN:
-        return "SLOW"
-    if high < 1 / (1 + SAME_MARGIN):
-        return "FAST"
-    inside = low >= 1 / (1 + SAME_MARGIN) and high <= 1 + SAME_MARGIN
-    return "SAME" if inside else "AMBG"
+def _measure(context: Context, crew: Crew, cell: Cell, rule: dict[str, Any], deadline: float) -> str:
+    plan = context.plan.baseline
+    judged = Rule(looks(plan.blocks, plan.max_blocks), rule["confidence"], rule["margin"])
+    compared = compare(
+        crew,
+        cell.case,
+        "champion",
+        "candidate",
+        judged,
+        min_s=plan.min_block_s,
+        metric=cell.metric,
+        deadline=deadline,
+    )
+    run = compared.run
+    who = {side: _who(crew, side, cell) for side in SIDES}
+    mix = context.candidate.candidate.traffic.mix
+    context.write("perf_samples", [row for side in SIDES for row in sample_rows(cell, run, side, who[side])])
+    context.write("perf_backends", [backend_row(cell, run, side, who[side], mix) for side in SIDES])
+    context.write("perf_ceilings", ceiling_rows(cell, run, who["champion"]))
+    pair = pair_row(cell, compared, rule, who["champion"], who["candidate"])
+    if pair is None:
+        return "; ".join(f"{name} {answer.outcome}: {answer.error}" for name, answer in run.lost.items())
+    context.write("perf_cells", [pair])
+    return f"{pair['verdict']} {pair['ratio']:.3f} ({pair['ratio_low']:.3f} to {pair['ratio_high']:.3f})"

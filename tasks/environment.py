@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import select
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
@@ -32,6 +33,10 @@ TIMEOUT_S = 1800.0
 
 class MeasureError(RuntimeError):
     """A measuring command failed, died or hung; the message quotes the end of its log."""
+
+
+class WorkerSilentError(MeasureError):
+    """A resident worker hung, and was killed."""
 
 
 @dataclass(frozen=True)
@@ -136,15 +141,22 @@ class Worker:
             _running.add(self._child)
         self.resolved: dict[str, str] = {}
         self.fingerprint_id = ""
+        self.device_name = "cpu"
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
 
     def wait_ready(self) -> Worker:
         """Wait until the worker has loaded; several may load side by side."""
-        ready = self._answer()
+        ready = self._answer(TIMEOUT_S)
         self.resolved, self.fingerprint_id = ready["resolved"], ready["fingerprint_id"]
+        self.device_name = ready["device_name"]
         return self
 
-    def ask(self, command: BaseModel) -> dict[str, Any]:
-        """One command, its answer. Raises MeasureError when the worker is gone."""
+    def ask(self, command: BaseModel, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+        """One command, its answer. Raises MeasureError when the worker is gone, and WorkerSilentError, with the worker
+        killed, when it says nothing for `timeout_s`."""
         if self._child.stdin is None:
             raise MeasureError(f"{self._name}: the worker has no input")
         try:
@@ -152,10 +164,15 @@ class Worker:
             self._child.stdin.flush()
         except BrokenPipeError:
             raise MeasureError(f"{self._name}: the worker died: {_tail(self._log)}") from None
-        return self._answer()
+        return self._answer(timeout_s)
 
-    def _answer(self) -> dict[str, Any]:
-        line = self._child.stdout.readline() if self._child.stdout else b""
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        # An answer is one line, so nothing of the next lies in the pipe's buffer.
+        if not select.select([self._child.stdout], [], [], timeout_s)[0]:
+            self._child.kill()
+            raise WorkerSilentError(f"{self._name}: no answer within {timeout_s:g} s: {_tail(self._log)}")
+        line = self._child.stdout.readline()
         if not line:
             raise MeasureError(f"{self._name}: {_how(self._child.wait())}: {_tail(self._log)}")
         answer: dict[str, Any] = json.loads(line)
@@ -172,6 +189,8 @@ class Worker:
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
+        if self._child.stdout:
+            self._child.stdout.close()
 
 
 def serve_command(environment: Environment, flags: dict[str, str | None]) -> list[str]:

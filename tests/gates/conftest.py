@@ -135,11 +135,31 @@ class Evidence:
                 "ratio_high": 0.95,
                 "verdict": "FAST",
                 "num_blocks": 8,
+                "margin": 0.01,
+                "aa_floor": 0.004,
             }
             for family in ("prefill", "decode")
             for cell in range(4)
         ]
         self.write("perf_cells", rows, mend)
+
+    def outcomes(self, mend: Mend = unchanged) -> None:
+        rows = [
+            {
+                **self.backend(side),
+                "family": family,
+                "metric": "kernel_s",
+                "case_id": f"{family}{cell}",
+                "weight": 0.25,
+                "outcome": "measured",
+                "p50_s": 1e-3,
+                "limit_ratio": 0.5,
+            }
+            for side in ("champion", "candidate")
+            for family in ("prefill", "decode")
+            for cell in range(4)
+        ]
+        self.write("perf_backends", rows, mend)
 
     def samples(self, mend: Mend = unchanged) -> None:
         rows = [

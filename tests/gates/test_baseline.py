@@ -12,8 +12,9 @@ from gates import baseline
 from gates.verdict import GateReport, Verdict
 
 
-def judge(evidence: Any, plan: Plan) -> GateReport:
+def judge(evidence: Any, plan: Plan, outcomes: Any = lambda row: row) -> GateReport:
     evidence.fingerprints()
+    evidence.outcomes(outcomes)
     return baseline.judge(evidence.lake, evidence.release, plan)
 
 
@@ -114,11 +115,50 @@ def test_a_cell_measured_again_replaces_its_earlier_row(evidence: Any, plan: Pla
     assert judge(evidence, plan).verdict is Verdict.PASS
 
 
+@pytest.mark.parametrize(
+    ("side", "outcome", "verdict", "check"),
+    [
+        ("candidate", "out_of_memory", Verdict.FAIL, "lost"),
+        ("candidate", "timed_out", Verdict.FAIL, "lost"),
+        ("champion", "crashed", Verdict.INCONCLUSIVE, "comparable"),
+        ("candidate", "above_limit", Verdict.ERROR, "possible"),
+        ("champion", "warm_cache", Verdict.ERROR, "possible"),
+        ("champion", None, Verdict.ERROR, "possible"),
+    ],
+)
+def test_a_cell_that_was_lost_is_told_by_whose_it_was(
+    evidence: Any, plan: Plan, judged: Any, side: str, outcome: str | None, verdict: Verdict, check: str
+) -> None:
+    evidence.samples()
+    evidence.cells()
+
+    def lose(row: dict[str, Any]) -> dict[str, Any]:
+        lost = {"outcome": outcome, "error": "it went wrong"}
+        return row | lost if (row["side"], row["case_id"]) == (side, "decode2") else row
+
+    found = judged(judge(evidence, plan, lose))
+    assert (found.verdict, found.named(verdict)) == (verdict, {check})
+    assert "decode2" in found.checks[check].message
+    kind = found.checks["out_of_memory"]
+    assert (kind.verdict, kind.observed) == (Verdict.PASS, float(outcome == "out_of_memory"))
+
+
+def test_a_machine_on_which_the_champion_differs_from_itself_decides_nothing(
+    evidence: Any, plan: Plan, judged: Any
+) -> None:
+    evidence.samples()
+    evidence.cells(lambda row: row | {"aa_floor": 1.2})
+    found = judged(judge(evidence, plan))
+    assert found.named(Verdict.INCONCLUSIVE) == {"aa_floor"}
+    evidence.cells(lambda row: row | {"aa_floor": None} if row["case_id"] == "decode1" else None)
+    assert "aa_floor" in judged(judge(evidence, plan)).named(Verdict.ERROR)
+
+
 def test_an_empty_lake_is_inconclusive(evidence: Any, plan: Plan) -> None:
     assert judge(evidence, plan).verdict is Verdict.INCONCLUSIVE
 
 
-@pytest.mark.parametrize("table", ["samples", "cells"])
+@pytest.mark.parametrize("table", ["samples", "cells", "outcomes"])
 @pytest.mark.parametrize("foreign", ["fp-upgraded", "", None])
 def test_a_row_of_another_environment_fails(
     evidence: Any, plan: Plan, judged: Any, table: str, foreign: str | None

@@ -1,36 +1,15 @@
 from __future__ import annotations
 
-import math
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
-from attention.cases import AttentionCase
 from data.candidate import Loaded, load_candidate
 from data.paths import repo_dir
-from data.requests import Bucket
-from tasks import baseline
-from tasks.baseline import DECODE_BATCH, Cell, plan_cells, verdict
+from data.plan import TrafficScale
+from data.requests import RequestLength
+from tasks.baseline import DECODE_BATCH, plan_cells, request_lengths, scaled
 from tasks.context import Context
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "said"),
-    [
-        (0.99, 1.01, "SAME"),
-        (1 / 1.05, 1.05, "SAME"),
-        (1.06, 1.30, "SLOW"),
-        (0.70, 0.90, "FAST"),
-        (1.00, 1.20, "AMBG"),
-        (0.80, 1.00, "AMBG"),
-        (0.50, 2.00, "AMBG"),
-        (1.05, 1.20, "AMBG"),
-        (math.nan, math.nan, "AMBG"),
-    ],
-)
-def test_a_verdict_is_told_by_the_whole_interval(low: float, high: float, said: str) -> None:
-    assert verdict(low, high) == said
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +20,8 @@ def demo() -> Context:
     )
 
 
-def test_the_cells_are_the_heaviest_shapes_of_prefill_and_decode(demo: Context) -> None:
-    cells = list(plan_cells(demo))
+def test_the_cells_are_the_heaviest_shapes_of_each_family(demo: Context) -> None:
+    cells = list(plan_cells(demo, request_lengths(demo)))
     plan = demo.plan.baseline
     for family in ("prefill", "decode"):
         kernels = [cell for cell in cells if cell.metric == "kernel_s" and cell.bucket.family == family]
@@ -55,38 +34,29 @@ def test_the_cells_are_the_heaviest_shapes_of_prefill_and_decode(demo: Context) 
 
 
 def test_a_cell_is_the_case_that_the_model_launches(demo: Context) -> None:
-    by_family = {cell.bucket.family: cell for cell in plan_cells(demo)}
-    prefill, decode = by_family["prefill"].case, by_family["decode"].case
+    cached = RequestLength("one", 512, 16, cached_tokens=384)
+    by_family = {cell.bucket.family: cell for cell in plan_cells(demo, [*request_lengths(demo), cached])}
+    prefill, decode, extend = (by_family[family] for family in ("prefill", "decode", "extend"))
     # SmolLM2-135M: 9 query heads, 3 KV heads, head size 64.
-    assert (prefill.heads_q, prefill.heads_kv, prefill.head_dim_qk, prefill.head_dim_vo) == (9, 3, 64, 64)
-    assert str(prefill.batch) == f"q{by_family['prefill'].bucket.kv_len}"
-    assert str(decode.batch) == f"{DECODE_BATCH}q1s{by_family['decode'].bucket.kv_len}"
+    shape = (prefill.case.heads_q, prefill.case.heads_kv, prefill.case.head_dim_qk, prefill.case.head_dim_vo)
+    assert shape == (9, 3, 64, 64)
+    assert str(prefill.case.batch) == f"q{prefill.bucket.kv_len}"
+    assert str(decode.case.batch) == f"{DECODE_BATCH}q1s{decode.bucket.kv_len}"
+    assert str(extend.case.batch) == "q128s512"
 
 
-def cell_row(champion: list[float], candidate: list[float], demo: Context) -> dict[str, Any]:
-    bucket = Bucket("decode", 64, "decode/kv<=64", 0.5)
-    case: AttentionCase = baseline._case(demo, bucket)
-    workers: Any = {
-        "champion": SimpleNamespace(resolved={"decode": "torch_sdpa:math"}, fingerprint_id="fp-champion"),
-        "candidate": SimpleNamespace(resolved={"decode": "torch_sdpa:flash"}, fingerprint_id="fp-measured"),
-    }
-    samples = {"champion": champion, "candidate": candidate}
-    return baseline._cell_row(Cell("kernel_s", bucket, case), samples, workers)
+def test_lengths_are_scaled_as_the_plan_plays_them() -> None:
+    plan = TrafficScale(divide_lengths_by=16, max_output_tokens=16, requests_per_s=1, max_in_flight=1)
+    long = scaled(RequestLength("a", 1600, 800, cached_tokens=512, count=0.25), plan)
+    assert (long.prompt_tokens, long.output_tokens, long.cached_tokens, long.count) == (100, 16, 32, 0.25)
+    short = scaled(RequestLength("b", 5, 3, cached_tokens=4), plan)
+    assert (short.prompt_tokens, short.output_tokens, short.cached_tokens) == (5, 2, 0)
 
 
-def test_a_ratio_is_paired_by_block_so_that_a_drift_of_the_machine_cancels(demo: Context) -> None:
-    drifting = [1.0, 2.0, 4.0, 8.0]
-    row = cell_row(drifting, [seconds * 1.5 for seconds in drifting], demo)
-    assert row["ratio"] == pytest.approx(1.5)
-    assert (row["ratio_low"], row["ratio_high"]) == (pytest.approx(1.5), pytest.approx(1.5))
-    assert (row["verdict"], row["num_blocks"], row["weight"]) == ("SLOW", 4, 0.5)
-    assert (row["backend"], row["champion_backend"]) == ("torch_sdpa:flash", "torch_sdpa:math")
-    assert row["champion_p50_s"] == 3.0
-    assert row["fingerprint_id"] == "fp-measured", "the environment that the worker found, not the one expected"
-
-
-def test_noise_widens_the_interval_around_the_same_ratio(demo: Context) -> None:
-    row = cell_row([1.0, 1.0, 1.0, 1.0], [0.5, 2.0, 0.5, 2.0], demo)
-    assert row["ratio"] == pytest.approx(1.0)
-    assert row["ratio_low"] < 0.6 and row["ratio_high"] > 1.6
-    assert row["verdict"] == "AMBG"
+def test_own_traffic_weighs_the_cells_where_the_candidate_says_so(demo: Context) -> None:
+    source = demo.candidate.candidate.traffic.model_copy(update={"mix": "own"})
+    named = demo.candidate.candidate.model_copy(update={"traffic": source})
+    loaded = demo.candidate.model_copy(update={"candidate": named})
+    own = request_lengths(replace(demo, candidate=loaded))
+    assert len(own) == len(demo.candidate.traffic().requests)
+    assert own != request_lengths(demo)

@@ -12,7 +12,7 @@ import pytest
 
 from attention.job import BenchJob, FingerprintJob, Setup
 from data.environment import Environment
-from tasks.environment import Job, MeasureError, Worker, kill_running, measure, measure_all, serve_command
+from tasks.environment import Job, MeasureError, WorkerSilentError, Worker, kill_running, measure, measure_all, serve_command
 
 MakeJob = Callable[..., Job]
 
@@ -117,13 +117,16 @@ def test_an_interrupted_release_ends_what_it_measures(job: MakeJob, tmp_path: Pa
 
 
 WORKER = """
-import json, sys
-print(json.dumps({"resolved": {"decode": "torch_sdpa:math"}, "fingerprint_id": "f1"}), flush=True)
+import json, sys, time
+ready = {"resolved": {"decode": "torch_sdpa:math"}, "fingerprint_id": "f1", "device_name": "cpu"}
+print(json.dumps(ready), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
     if asked["setup"]["model"] == "crash":
         print("out of memory", file=sys.stderr)
         sys.exit(7)
+    if asked["setup"]["model"] == "hang":
+        time.sleep(60)
     print(json.dumps({"seconds": 0.5}), flush=True)
 """
 
@@ -148,6 +151,13 @@ def test_a_worker_answers_until_it_is_closed(tmp_path: Path) -> None:
     bench.close()
     with pytest.raises((MeasureError, ValueError)):
         bench.ask(ask("m"))
+
+
+def test_a_worker_that_hangs_is_killed_and_told_apart(tmp_path: Path) -> None:
+    bench = worker(tmp_path, WORKER).wait_ready()
+    with pytest.raises(WorkerSilentError, match=r"no answer within 0\.2 s"):
+        bench.ask(ask("hang"), timeout_s=0.2)
+    bench.close()
 
 
 def test_a_worker_that_dies_is_an_error_now_and_later(tmp_path: Path) -> None:

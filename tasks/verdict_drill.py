@@ -1,0 +1,200 @@
+"""Can this machine tell 1 from 1.02 and 1.05? The verdicts of a baseline on differences that are known.
+
+    python -m tasks.verdict_drill --matrix cpu --cells 6 --out drill.json
+    python -m tasks.verdict_drill --matrix hopper --cells 50 --budget-s 300 --out drill.json     # on a GPU
+
+A cell is one backend on one case of the matrix. Champion and candidate are two processes with the same backend; in
+the first pass they are equal, then each call of the candidate is followed by a spin of 5 %, then of 2 % of its time: at
+least what a GPU's shortest kernel takes, so that the shortest calls become slower than was asked for. The verdicts
+should be SAME, SLOW and anything but SAME. As in a release, two equal processes give the floor first, and what is below
+it is no difference. Exit 1: a verdict was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, Literal
+
+from attention.cases import AttentionCase
+from attention.errors import UserError, exit_code
+from attention.flags import check_count, check_seconds
+from attention.job import BenchJob
+from attention.matrix import declared_reasons
+from attention.replaced import replaced
+from data.baseline_matrix import BaselineMatrix, cells, load_matrix
+from data.environment import load_environment
+from data.mix import load_mix
+from gates.paired_ratio import corrected, looks
+from tasks.measurement import Contender, Crew, Rule, compare, noise_floor
+from tasks.survey import setup_of_shape
+
+Pass = Literal["equal", "5 % slower", "2 % slower"]
+
+PASSES: dict[Pass, float] = {"equal": 0.0, "5 % slower": 0.05, "2 % slower": 0.02}
+MARGIN = 0.01
+FIRST_BLOCKS, MOST_BLOCKS = 8, 32
+_MIN_BLOCK_S = 0.01
+#: A cell may use so many times its even share of what is left of the budget: most need less.
+_SHARE_OF_BUDGET = 3.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was said of one cell in one pass."""
+
+    drilled: Pass
+    backend: str
+    case_id: str
+    layout: str
+    execution: str
+    said: str | None  # None: lost, and `error` says why
+    ratio: float | None
+    low: float | None
+    high: float | None
+    margin: float
+    blocks: int
+    seconds: float
+    error: str | None = None
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it says what is not so: AMBG never does, nor SAME of what lies below the floor."""
+        share = PASSES[self.drilled]
+        if share == 0:
+            return self.said in ("FAST", "SLOW")
+        return self.said == "FAST" or (self.said == "SAME" and share > self.margin)
+
+
+def drilled_cells(matrix: BaselineMatrix, mix: str, device: str, num: int) -> list[tuple[str, AttentionCase]]:
+    """`num` pairs of a backend and a case that its rules let run, spread over the matrix."""
+    found = [
+        (backend, one.case)
+        for one in cells(matrix, load_mix(mix))
+        for backend in matrix.contenders()
+        if not declared_reasons(backend, one.case, device=device)
+    ]
+    if not found:
+        raise UserError(f"no backend of the matrix runs any of its cases on {device}")
+    step = max(1, len(found) // num)
+    spread = [found[i] for start in range(step) for i in range(start, len(found), step)]
+    return list(islice(cycle(spread), num))
+
+
+def drill(
+    matrix: BaselineMatrix,
+    mix: str,
+    device: str,
+    num: int,
+    *,
+    work: Path,
+    budget_s: float | None,
+    heard: Callable[[Verdict], None],
+) -> None:
+    """All passes over all cells; each pass may use `budget_s`."""
+    chosen = drilled_cells(matrix, mix, device, num)
+    setup = setup_of_shape(chosen[0][1], matrix.contenders(), device, work)
+    base = Contender("champion", BenchJob(setup=setup), load_environment("current"))
+    at = looks(FIRST_BLOCKS, MOST_BLOCKS)
+    rule = Rule(at, corrected(num, len(at)), MARGIN)
+    with Crew([base, replace(base, name="candidate")], work) as crew:
+        crew.wait_ready()
+        for name in list(crew.contenders):
+            crew.contenders[name] = replace(crew.contenders[name], backend=chosen[0][0])
+        floor = noise_floor(crew, [chosen[0][1]], "champion", "candidate", rule, min_s=_MIN_BLOCK_S)
+        rule = replace(rule, margin=max(MARGIN, floor))
+        for drilled, share in PASSES.items():
+            began = time.monotonic()
+            for nth, (backend, case) in enumerate(chosen):
+                left = float("inf") if budget_s is None else budget_s - (time.monotonic() - began)
+                until = time.monotonic() + max(0.0, _SHARE_OF_BUDGET * left / (len(chosen) - nth))
+                crew.contenders["champion"] = replace(base, backend=backend)
+                crew.contenders["candidate"] = replace(base, name="candidate", backend=backend, slowdown=share)
+                heard(_verdict(crew, drilled, backend, case, rule, until))
+
+
+def _verdict(crew: Crew, drilled: Pass, backend: str, case: AttentionCase, rule: Rule, until: float) -> Verdict:
+    began = time.monotonic()
+    found = compare(crew, case, "champion", "candidate", rule, min_s=_MIN_BLOCK_S, deadline=until)
+    interval = found.interval
+    pages = "" if case.page_size is None else f"/{case.page_size}"
+    return Verdict(
+        drilled=drilled,
+        backend=backend,
+        case_id=case.case_id,
+        layout=f"{case.layout}{pages}",
+        execution=case.execution,
+        said=found.verdict,
+        ratio=None if interval is None else interval.value,
+        low=None if interval is None else interval.low,
+        high=None if interval is None else interval.high,
+        margin=rule.margin,
+        blocks=found.run.num_blocks,
+        seconds=time.monotonic() - began,
+        error="; ".join(f"{name} {one.outcome}: {one.error}" for name, one in found.run.lost.items()) or None,
+    )
+
+
+def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """By pass: how many of each verdict, seconds, blocks, and how many were wrong."""
+    found: dict[str, Any] = {}
+    for drilled in PASSES:
+        mine = [one for one in verdicts if one.drilled == drilled]
+        if mine:
+            found[drilled] = {
+                "cells": len(mine),
+                **Counter(one.said or "lost" for one in mine),
+                "wrong": sum(one.wrong for one in mine),
+                "seconds": round(sum(one.seconds for one in mine), 1),
+                "blocks": sum(one.blocks for one in mine),
+            }
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.verdict_drill",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--matrix", default="cpu", help="name or file of a baseline matrix (default: %(default)s)")
+    parser.add_argument("--mix", default="chat", help="traffic mix (default: %(default)s)")
+    parser.add_argument("--cells", type=int, default=6, help="cells of each pass (default: %(default)s)")
+    parser.add_argument("--budget-s", type=float, help="seconds of each pass: past it, what is ambiguous stays so")
+    parser.add_argument("--out", type=Path, required=True, help="a .json file of verdicts, written as they come")
+    options = parser.parse_args(argv)
+    return exit_code(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    check_count("--cells", options.cells)
+    check_seconds("--budget-s", options.budget_s, or_none=True)
+    matrix = load_matrix(options.matrix)
+    verdicts: list[Verdict] = []
+
+    def heard(one: Verdict) -> None:
+        verdicts.append(one)
+        with replaced(options.out) as fresh:
+            document = {"summary": summary(verdicts), "verdicts": [asdict(v) for v in verdicts]}
+            fresh.write_text(json.dumps(document, indent=1) + "\n")
+        ratio = one.error if one.ratio is None else f"{one.ratio:.4f} ({one.low:.4f} to {one.high:.4f})"
+        said = one.said or "lost"
+        line = f"{one.drilled:10} {said:4} {one.backend} {one.case_id}: {ratio}, {one.blocks} blocks"
+        print(line, file=sys.stderr, flush=True)
+
+    work = options.out.with_suffix(".work")
+    device = "cpu" if matrix.covers("cpu") else "cuda"
+    drill(matrix, options.mix, device, options.cells, work=work, budget_s=options.budget_s, heard=heard)
+    print(json.dumps(summary(verdicts), indent=1))
+    return 1 if any(one.wrong for one in verdicts) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

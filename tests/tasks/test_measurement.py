@@ -1,0 +1,135 @@
+"""Contenders take turns, and one that is lost costs its own case and no other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attention.cases import AttentionCase
+from attention.job import BenchJob, BenchSample, Setup
+from data.environment import Environment
+from gates.paired_ratio import looks
+from tasks import measurement
+from tasks.measurement import Contender, Crew, Rule, compare, survey
+
+CASE = AttentionCase(
+    phase="decode", batch="2q1s64", heads_q=4, heads_kv=2, head_dim_qk=16, head_dim_vo=16, dtype="float32"
+)
+RULE = Rule(looks(4, 16), 0.99, 0.01)
+
+
+class Scripted:
+    """A crew whose answers a function gives; keeps the questions."""
+
+    def __init__(self, names: list[str], answer: Any) -> None:
+        self.contenders = dict.fromkeys(names)
+        self.asked: list[tuple[str, str]] = []
+        self._answer = answer
+
+    def ask(self, name: str, case: AttentionCase, metric: str, min_s: float) -> BenchSample:
+        self.asked.append((name, metric))
+        found: BenchSample = self._answer(name, metric, len(self.asked))
+        return found
+
+
+def steady(name: str, metric: str, nth: int) -> BenchSample:
+    if metric in ("matmul_s", "read_s"):
+        return BenchSample(seconds=(0.5,), work=100.0)
+    return BenchSample(seconds=(1.0 if name == "a" else 2.0,) * 3, confirmed="torch_sdpa:math")
+
+
+def test_a_block_is_a_b_b_a_and_the_ceilings_lie_between_blocks() -> None:
+    crew: Any = Scripted(["a", "b"], steady)
+    run = survey(crew, CASE, blocks=2, min_s=0.01)
+    block = [("a", "kernel_s"), ("b", "kernel_s"), ("b", "kernel_s"), ("a", "kernel_s")]
+    after = [[(name, "matmul_s"), (name, "read_s")] for name in "ba"]
+    assert crew.asked == [*block[:2], *block, *after[0], *block, *after[1]]
+    assert run.seconds("b") == [2.0] * 12
+    assert run.block_medians("a") == [1.0, 1.0]
+    machine = run.machine()
+    assert machine is not None
+    assert (machine.flops_per_s, machine.bytes_per_s) == (200.0, 200.0)
+
+
+def test_a_clear_difference_needs_the_first_look_alone() -> None:
+    crew: Any = Scripted(["a", "b"], steady)
+    found = compare(crew, CASE, "a", "b", RULE, min_s=0.01)
+    assert (found.verdict, found.run.num_blocks) == ("SLOW", 4)
+    assert found.interval is not None
+    assert found.interval.value == pytest.approx(2.0)
+
+
+def test_an_ambiguous_one_gets_more_blocks_until_the_last_look_or_the_deadline() -> None:
+    def noisy(name: str, metric: str, nth: int) -> BenchSample:
+        return BenchSample(seconds=(1.0 + 0.2 * (hash((nth, 7)) % 100) / 100,) * 3, work=1.0)
+
+    crew: Any = Scripted(["a", "b"], noisy)
+    assert compare(crew, CASE, "a", "b", RULE, min_s=0.01).run.num_blocks == 16
+    hurried = compare(crew, CASE, "a", "b", RULE, min_s=0.01, deadline=time.monotonic())
+    assert (hurried.verdict, hurried.run.num_blocks) == ("AMBG", 4)
+
+
+def test_who_is_lost_on_the_way_is_out_of_the_case_and_the_others_go_on() -> None:
+    def falls(name: str, metric: str, nth: int) -> BenchSample:
+        if name == "b" and nth > 6:
+            return BenchSample(outcome="illegal_access", error="misaligned address")
+        return steady(name, metric, nth)
+
+    crew: Any = Scripted(["a", "b", "c"], falls)
+    run = survey(crew, CASE, blocks=3, min_s=0.01)
+    assert run.lost["b"].outcome == "illegal_access"
+    assert (run.seconds("b"), len(run.seconds("a"))) == ([], 18)
+    pair: Any = Scripted(["a", "b"], falls)
+    found = compare(pair, CASE, "a", "b", RULE, min_s=0.01)
+    assert (found.interval, found.verdict) == (None, None)
+
+
+def setup(tmp_path: Path) -> Setup:
+    (tmp_path / "model").mkdir(exist_ok=True)
+    config = '{"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, '
+    config += '"num_key_value_heads": 2, "head_dim": 16}'
+    (tmp_path / "model" / "config.json").write_text(config)
+    (tmp_path / "policy.yaml").write_text("attention_policy: {preferred: [torch_sdpa], fallback: [math]}\n")
+    return Setup(model=tmp_path / "model", policy=tmp_path / "policy.yaml")
+
+
+@pytest.fixture
+def crew(tmp_path: Path) -> Iterator[Crew]:
+    job, here = BenchJob(setup=setup(tmp_path)), Environment(name="current", interpreter=sys.executable)
+    contenders = [Contender(name, job, here, backend=name) for name in ("torch_sdpa:flash", "torch_sdpa:math")]
+    with Crew(contenders, tmp_path / "work", timeout_s=60) as made:
+        made.wait_ready()
+        yield made
+
+
+def test_real_workers_are_measured_refused_killed_and_hung(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = survey(crew, CASE, blocks=2, min_s=0.002)
+    assert run.lost == {}
+    assert {name: first.confirmed for name, first in run.first.items()} == {name: name for name in crew.contenders}
+    assert all(second > 0 for name in crew.contenders for second in run.seconds(name))
+    assert run.machine() is not None
+
+    refused = survey(crew, CASE.model_copy(update={"execution": "cuda_graph"}), blocks=1, min_s=0.002)
+    assert {one.outcome for one in refused.lost.values()} == {"refused"}
+
+    victim = crew.worker("torch_sdpa:flash")
+    os.kill(victim.pid, signal.SIGKILL)
+    killed = survey(crew, CASE, blocks=1, min_s=0.002)
+    assert killed.lost["torch_sdpa:flash"].outcome == "crashed"
+    assert killed.seconds("torch_sdpa:math")
+
+    back = survey(crew, CASE, blocks=1, min_s=0.002)
+    assert back.lost == {}, "a fresh process answers the next case"
+
+    os.kill(crew.worker("torch_sdpa:math").pid, signal.SIGSTOP)
+    monkeypatch.setattr(crew, "_timeout_s", 0.5)
+    hung = survey(crew, CASE, blocks=1, min_s=0.002, names=["torch_sdpa:math"])
+    assert hung.lost["torch_sdpa:math"].outcome == "timed_out"
+    assert measurement.ASK_TIMEOUT_S > 60, "a first call may compile"
