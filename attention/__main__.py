@@ -170,8 +170,10 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--model", type=Path, help="prompts: folder with the lm_head (default: where A was recorded)")
     compare.add_argument("--device", default="cpu", help="prompts: cpu or cuda")
     compare.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    bench = verb("bench", "a worker that times what stdin asks for; dispatch: host overhead", benches.bench, job=True)
-    bench.add_argument("what", nargs="?", choices=("dispatch",), help="dispatch: a planned run against the plain call")
+    does = "a worker that times what stdin asks for; dispatch: host overhead; stress: load on the served model"
+    bench = verb("bench", does, benches.bench, job=True)
+    what = "dispatch: a planned run against the plain call; stress: saturation and open-loop load, as --job says"
+    bench.add_argument("what", nargs="?", choices=("dispatch", "stress"), help=what)
     bench.add_argument("--backend", action="append", help="dispatch: backend or family; may be repeated (torch_sdpa)")
     bench.add_argument("--batch", action="append", help="dispatch: batch such as q1s64 (q1s64 and q16)")
     bench.add_argument("--calls", type=int, help="dispatch: pairs of calls (20000 on a GPU, 2000 on the CPU)")

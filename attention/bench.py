@@ -51,11 +51,12 @@ class Bench:
         self._device = device
         self._runner = runner
         self._clock = clock_of(device)
+        #: A shorter read than several times the L2 is mostly launch.
+        self._least_read = 4 * self._clock.l2_bytes if isinstance(self._clock, CudaClock) else 0
         self._held: dict[str, tuple[str, _Held]] = {}  # by kind: attention or a step, and either ceiling
 
     def run(self, command: BenchCommand) -> BenchSample:
-        kind = command.metric if command.metric in ("matmul_s", "read_s") else "measured"
-        key = command.model_dump_json(exclude={"min_s"})
+        kind, key = self._place(command)
         known, held = self._held.get(kind, ("", None))
         is_first = held is None or known != key
         if held is None or known != key:
@@ -68,6 +69,14 @@ class Bench:
             held.sample if is_first else BenchSample(**held.sample.model_dump(include={"backend", "confirmed", "work"}))
         )
         return sample.model_copy(update={"seconds": tuple(seconds), "peak_bytes": peak_bytes(self._device)})
+
+    def _place(self, command: BenchCommand) -> tuple[str, str]:
+        """Under which kind it is held, and what tells it from others of that kind: many cases share a ceiling."""
+        if command.metric == "matmul_s":
+            return command.metric, command.case.dtype
+        if command.metric == "read_s":
+            return command.metric, str(ceilings.num_words(command.case, self._least_read))
+        return "measured", command.model_dump_json(exclude={"min_s"})
 
     def _drop(self, kind: str) -> None:
         """Free the tensors of what was timed before: the next case may need all the memory."""
@@ -121,9 +130,7 @@ class Bench:
     def _ceiling(self, command: BenchCommand) -> ceilings.Ceiling:
         if command.metric == "matmul_s":
             return ceilings.matmul(getattr(torch, command.case.dtype), self._device)
-        if isinstance(self._clock, CudaClock):
-            return ceilings.read(command.case, self._device, least_bytes=4 * self._clock.l2_bytes)
-        return ceilings.read(command.case, self._device)
+        return ceilings.read(command.case, self._device, self._least_read)
 
 
 def _model_step(runner: Runner, case: AttentionCase) -> tuple[Call, Callable[[], None]]:

@@ -35,20 +35,24 @@ def matmul(dtype: torch.dtype, device: str) -> Ceiling:
     return Ceiling(lambda: torch.mm(a, b, out=out), 2.0 * n**3, (a, b, out))
 
 
-def read(case: AttentionCase, device: str, least_bytes: int = _LEAST_READ) -> Ceiling:
-    """A read-only reduction over as many bytes as the case moves, `least_bytes` at least: on a GPU several times the
-    L2, because a shorter read is mostly launch, and no ceiling."""
-    num_words = max(case.num_bytes(), least_bytes) // 4
-    num_words += -num_words % _READ_BLOCK
-    words = torch.randn(num_words, device=device)
+def num_words(case: AttentionCase, least_bytes: int) -> int:
+    """32-bit words of the read beside a case: as many bytes as it moves, `least_bytes` at least."""
+    words = max(case.num_bytes(), least_bytes, _LEAST_READ) // 4
+    return words + -words % _READ_BLOCK
+
+
+def read(case: AttentionCase, device: str, least_bytes: int = 0) -> Ceiling:
+    """A read-only reduction over `num_words`."""
+    num = num_words(case, least_bytes)
+    words = torch.randn(num, device=device)
     if not device.startswith("cuda"):
-        return Ceiling(lambda: words.sum(), 4.0 * num_words, words)
+        return Ceiling(lambda: words.sum(), 4.0 * num, words)
     from attention.backends.triton_kernels import read_sum
 
-    grid = (num_words // _READ_BLOCK,)
+    grid = (num // _READ_BLOCK,)
     as_ints, sums = words.view(torch.int32), torch.empty(grid, dtype=torch.int32, device=device)
 
     def call() -> None:
         read_sum[grid](as_ints, sums, BLOCK=_READ_BLOCK, num_warps=8)
 
-    return Ceiling(call, 4.0 * num_words, (words, sums))
+    return Ceiling(call, 4.0 * num, (words, sums))

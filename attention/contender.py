@@ -11,7 +11,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -33,25 +33,27 @@ from attention.timing import Call, Clock, CudaClock, num_copies
 
 #: The oracle checks so many last rows of the first and of the last member.
 _CHECKED_ROWS = 32
-#: Calls on one buffer may be this much faster than on rotating ones, and 0.5 us, the events' resolution.
-_COLD_SHARE, _EVENT_S = 0.97, 5e-7
-_ROTATED_CALLS = 15
-#: Copies of K and V that calls rotate over, and the most that all copies together may hold of a GPU's memory.
-_MOST_COPIES, _MOST_BYTES = 8, 3 << 30
+#: The cold proof: calls a median is of, and the difference below which caches do not matter to a call.
+_PROOF_CALLS = 15
+_EVENT_S = 1e-6  # twice the events' resolution
+#: Replicas that calls rotate over, each with a plan and inputs of its own: where buffers lie in memory moves a kernel
+#: of 20 us by 1 to 3 %, in one process as between two. Large inputs have fewer, and their kernels are long.
+_MOST_REPLICAS = 8
+_MOST_BYTES = 3 << 30  # of all replicas, and of all copies of the cold proof
 
 
 @dataclass(frozen=True)
 class Ready:
     """Calls to be timed, and what the first run showed."""
 
-    calls: tuple[Call, ...]  # the same call on copies of K and V
+    calls: tuple[Call, ...]  # the same call on replicas
     backend: str
     confirmed: str
     first_call_s: float  # plan and first call, with whatever is compiled for them
     cold_ratio: float | None  # seconds on one buffer / on rotating buffers; None without a GPU
     workspace_bytes: int | None  # most that plan and call held beside inputs and output; None without a GPU
     graph_capture: str | None  # `captured`; None for a case that is not to be captured
-    held: Any  # plan and tensors: a graph's replay does not hold what its kernels read
+    held: Any  # plans and tensors: a graph's replay does not hold what its kernels read
 
 
 def prepare(backend: str, case: AttentionCase, device: str, clock: Clock) -> Ready:
@@ -73,29 +75,42 @@ def prepare(backend: str, case: AttentionCase, device: str, clock: Clock) -> Rea
     _check_numbers(first, problem, case)
     del first
 
-    def on(k: torch.Tensor, v: torch.Tensor) -> Call:
-        return lambda: planned.run(problem.q_THD, k, v)
-
-    eager = on(problem.k, problem.v)
+    eager = _call(planned, problem)
     confirmed = confirm.watch(eager, device=device)[1]
+    calls, replicas = [eager], [(planned, problem)]
     if is_graph:
-        replay, in_graph = _captured(eager, problem, case)
+        calls[0], in_graph = _captured(eager, problem, case)
         if not confirm.same_kernels(in_graph, confirmed):
             confirmed = in_graph
     if confirmed != backend:
         raise MeasurementError("wrong_kernel", f"{backend} was asked for, and the execution layer names {confirmed}")
-    copies = _copies(problem, clock)
-    cold_ratio = _proven_cold([on(k, v) for k, v in copies], clock) if isinstance(clock, CudaClock) else None
+    cold_ratio = _proven_cold(planned, problem, clock) if isinstance(clock, CudaClock) else None
+    for _ in range(_num_replicas(problem, workspace) - 1):
+        other = replace(problem, q_THD=problem.q_THD.clone(), k=problem.k.clone(), v=problem.v.clone())
+        plan = made.plan(other.batch, other.spec, graph=is_graph, lse=False)
+        call = _call(plan, other)
+        call()
+        calls.append(_captured(call, other, case)[0] if is_graph else call)
+        replicas.append((plan, other))
     return Ready(
-        calls=(replay,) if is_graph else tuple(on(k, v) for k, v in copies[:_MOST_COPIES]),
+        calls=tuple(calls),
         backend=backend,
         confirmed=confirmed,
         first_call_s=first_call_s,
         cold_ratio=cold_ratio,
         workspace_bytes=workspace,
         graph_capture="captured" if is_graph else None,
-        held=(planned, problem),
+        held=replicas,
     )
+
+
+def _call(planned: Planned, problem: Problem) -> Call:
+    return lambda: planned.run(problem.q_THD, problem.k, problem.v)
+
+
+def _num_replicas(problem: Problem, workspace: int | None) -> int:
+    num_bytes = problem.q_THD.nbytes + problem.k.nbytes + problem.v.nbytes + (workspace or 0)
+    return max(1, min(_MOST_REPLICAS, _MOST_BYTES // max(1, num_bytes)))
 
 
 def peak_bytes(device: str) -> int:
@@ -182,26 +197,26 @@ def _captured(call: Call, problem: Problem, case: AttentionCase) -> tuple[Call, 
     return replay, nodes.backend
 
 
-def _copies(problem: Problem, clock: Clock) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """K and V as they are, and copies: as many as no cache holds, where the memory allows."""
+def _proven_cold(planned: Planned, problem: Problem, clock: CudaClock) -> float:
+    """Median seconds on one buffer, over those on buffers that no cache can hold; the flush lies between any two calls.
+
+    MeasurementError where the flush leaves more than half of what a warm cache saves, which calls without it show."""
     num_bytes = problem.k.nbytes + problem.v.nbytes
-    num = num_copies(num_bytes, clock.l2_bytes) if isinstance(clock, CudaClock) else 2
-    num = max(2, min(num, 512, _MOST_BYTES // max(1, num_bytes)))
-    return [(problem.k, problem.v), *((problem.k.clone(), problem.v.clone()) for _ in range(num - 1))]
-
-
-def _proven_cold(calls: Sequence[Call], clock: CudaClock) -> float:
-    """Median seconds on one buffer, over those on all; the flush lies between any two calls. MeasurementError where the
-    one is faster: then the flush has left something of it in a cache."""
+    num = max(2, min(num_copies(num_bytes, clock.l2_bytes), 512, _MOST_BYTES // max(1, num_bytes)))
+    copies = [problem, *(replace(problem, k=problem.k.clone(), v=problem.v.clone()) for _ in range(num - 1))]
+    calls = [_call(planned, one) for one in copies]
     for call in calls:  # whatever is done once for a new address
         call()
-    one = median(clock.block(calls[:1], _ROTATED_CALLS))
-    rotating = median(clock.block(calls, _ROTATED_CALLS))
-    if one < _COLD_SHARE * rotating - _EVENT_S:
+    warm = median(clock.block(calls[:1], _PROOF_CALLS, flush=False))
+    flushed = median(clock.block(calls[:1], _PROOF_CALLS))
+    rotating = median(clock.block(calls, _PROOF_CALLS))
+    if rotating - flushed > max(_EVENT_S, 0.5 * (rotating - warm)):
         raise MeasurementError(
-            "warm_cache", f"{one * 1e6:.1f} us on one buffer, {rotating * 1e6:.1f} us on {len(calls)} rotating ones"
+            "warm_cache",
+            f"{flushed * 1e6:.1f} us on one buffer after the flush, {warm * 1e6:.1f} us without it, and "
+            f"{rotating * 1e6:.1f} us on {num} rotating ones",
         )
-    return one / rotating
+    return flushed / rotating
 
 
 def _settle(device: str) -> None:

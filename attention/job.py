@@ -9,7 +9,16 @@ import json
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from attention.cases import REPLAY_INPUTS, AttentionCase, Inputs
 from attention.errors import UserError
@@ -165,6 +174,38 @@ class BenchSample(BaseModel):
     workspace_bytes: int | None = None
     peak_bytes: int | None = None
     graph_capture: str | None = None
+
+
+class StressJob(_Strict):
+    """Load on the scheduler of one side at one bound on running requests (attention/stress.py).
+
+    `saturation_per_s` is the champion's, whose shares `levels` are; without it the side's own, measured first.
+    """
+
+    verb: Literal["bench stress"] = "bench stress"
+    setup: Setup
+    #: To draw from: prompt tokens, output tokens, and how many requests it stands for.
+    lengths: tuple[tuple[PositiveInt, PositiveInt, PositiveFloat], ...] = Field(min_length=1)
+    max_running: int = Field(ge=1)
+    saturation_requests: int  # offered at once
+    saturation_per_s: float | None = Field(default=None, gt=0)
+    levels: tuple[PositiveFloat, ...] = Field(min_length=1)
+    duration_s: float = Field(gt=0)  # of arrivals at each level
+    slo_ttft_s: float = Field(gt=0)
+    slo_tpot_s: float = Field(gt=0)
+    seed: int = Field(default=0, ge=0)
+    random_weights: bool = False  # those of the model are not read: speed does not depend on them
+
+    @field_validator("saturation_requests")
+    @classmethod
+    def _has_a_middle(cls, value: int, info: ValidationInfo) -> int:
+        running = info.data.get("max_running", 0)
+        if value < 4 * running:
+            raise ValueError(
+                f"give {4 * running} or more, four times max_running: the first and the last of a burst find "
+                "no full batch and are left out"
+            )
+        return value
 
 
 JobT = TypeVar("JobT", bound=BaseModel)

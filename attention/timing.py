@@ -6,8 +6,7 @@
 A GPU call is timed by a pair of events. Before it the L2 is filled with other data: a read of four times its size,
 since lines that were written would have to be written back during the call. That this works is proven for every case
 (`attention.contender`), because a cold L2 that was asked for may not be one (flashinfer#4468). The device sleeps while
-the host queues a block of calls, so that it never waits for a launch. Calls rotate over copies of the inputs: where
-they lie in memory moves a short kernel by a percent.
+the host queues a block of calls, so that it never waits for a launch.
 
 On the CPU a call is timed as it is: caches there are shared with everything else that runs.
 """
@@ -25,9 +24,9 @@ import torch
 Call = Callable[[], Any]
 
 #: Calls of one block: fewer say little of the tail, and more would fill the launch queue (about 1,000 entries).
-LEAST_CALLS, MOST_CALLS = 5, 80
+LEAST_CALLS, MOST_CALLS = 5, 40
 _CYCLES_PER_S = 2.0e9  # of `torch.cuda._sleep`, about; only how long the device waits hangs on it
-_QUEUE_MARGIN = 1.5  # sleep this much longer than the host needed for the block before
+_QUEUE_MARGIN = 1.25  # sleep this much longer than the host needed for the block before
 _MOST_SLEEP_S = 0.03  # a call that waits for the device would have it sleep ever longer
 _MIN_SPIN_CYCLES = 1
 _SAMPLES_TO_CALIBRATE = 15
@@ -99,15 +98,15 @@ class CudaClock:
         self._host_s.clear()
         self._call_s.clear()
 
-    def block(self, calls: Sequence[Call], num: int) -> list[float]:
+    def block(self, calls: Sequence[Call], num: int, *, flush: bool = True) -> list[float]:
         """Seconds of `num` calls, taken from `calls` in turn. Once more where the host was too slow to queue them."""
         for _ in range(2):
-            seconds, waited = self._block(calls, num)
+            seconds, waited = self._block(calls, num, flush)
             if not waited:
                 break
         return seconds
 
-    def _block(self, calls: Sequence[Call], num: int) -> tuple[list[float], bool]:
+    def _block(self, calls: Sequence[Call], num: int, flush: bool) -> tuple[list[float], bool]:
         starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(num)] for _ in range(2))
         key = id(calls[0])
         sleep_s = min(_MOST_SLEEP_S, _QUEUE_MARGIN * num * self._host_s.get(key, 2e-4))
@@ -115,7 +114,8 @@ class CudaClock:
         torch.cuda._sleep(int(sleep_s * _CYCLES_PER_S))
         began = time.perf_counter()
         for i in range(num):
-            self.flush()
+            if flush:
+                self.flush()
             starts[i].record()
             calls[i % len(calls)]()
             ends[i].record()

@@ -2,15 +2,15 @@
 
     write_policy(path, selection.services[0], load_policy(candidate.policy), note=selection.sentence)
 
-What was measured decides `preferred`, the backends that have every cell, best first, and `overrides`, one for each range
-of KV lengths where another was best. All else is the candidate's own: fallback, fail-closed features, budget. A bucket
-`kv<=1024` stands for 513 to 1024 keys; neighbours with one choice share an override; lengths that were not measured keep
-`preferred`. Comments name the evidence.
+What was measured decides `preferred`, the backends that have every cell, best first, and `overrides`, one for each
+range of KV lengths where another was best. All else is the candidate's own: fallback, fail-closed features, budget. A
+bucket `kv<=1024` stands for 513 to 1024 keys; neighbours with one choice share an override; lengths that were not
+measured keep `preferred`. Comments name the evidence.
 """
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +70,9 @@ class _Run:
 
     @property
     def lines(self) -> list[str]:
-        content = json.dumps(self.override.model_dump(mode="json"))
-        return [*(f"    {_comment(choice.evidence)}" for choice in self.choices), f"    - {content}"]
+        content = self.override.model_dump(mode="json")
+        text = yaml.safe_dump(content, sort_keys=False, default_flow_style=True, width=math.inf).rstrip()
+        return [*(f"    {_comment(choice.evidence)}" for choice in self.choices), f"    - {text}"]
 
 
 def propose(service: Service, base: Policy) -> Policy:

@@ -1,7 +1,8 @@
 """`flows nightly`: qualify anew what serves, so that a driver, library or model that changed under it shows.
 
 The schedule runs it (prefect.yaml). It compares the champion of every cell with the declared incumbent
-of its GPU model, and moves no traffic; a gate that fails makes the flow run Failed, which alerts hang on.
+of its GPU model, and with its own accepted baselines of other days (`gates.history`), because what becomes slower
+for both shows nowhere else. It moves no traffic; a gate that fails makes the flow run Failed, which alerts hang on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from prefect import flow
 from data.candidate import load_candidate
 from data.paths import cell_dir, cells
 from flows.qualify import Qualified, Say, qualify_cell
+from gates.verdict import Verdict
 from tasks import lifecycle
 from tasks.record import RecordStore
 
@@ -43,7 +45,21 @@ def run(*, say: Say) -> list[Qualified]:
         cell = next(c for c in loaded.cells if (c.gpu, c.family) == (gpu, family))
         reference = lifecycle.incumbent(gpu, family)
         say(f"nightly: {champion.candidate} on {gpu} {family} against {reference.candidate}")
-        found.append(qualify_cell(loaded, load_candidate(Path(reference.candidate_file)), cell, say, prefix="nightly"))
+        one = qualify_cell(loaded, load_candidate(Path(reference.candidate_file)), cell, say, prefix="nightly")
+        for line in history(one):
+            say(f"nightly: {line}")
+        found.append(one)
     if not found:
         say("nightly: nothing was released yet")
     return found
+
+
+def history(one: Qualified) -> list[str]:
+    """What the baseline was compared with, and each check of the history that did not pass; empty where an earlier gate
+    ended the night."""
+    checks = [check for gate in one.gates for check in gate.checks if check.check.startswith("history.")]
+    return [
+        check.detectable.removeprefix("recorded: ") if check.verdict is Verdict.PASS else check.message
+        for check in checks
+        if check.check == "history.baselines" or check.verdict is not Verdict.PASS
+    ]

@@ -100,8 +100,8 @@ def qualify_cell(loaded: Loaded, against: Loaded, cell: Cell, say: Say, *, prefi
         reports.append(report)
         seconds[name] = round(time.monotonic() - started, 3)
         say(f"{name}: {report.verdict}, {len(report.checks)} checks, {seconds[name]:.0f} s")
-        picture = figures.save(name, context.lake, context.release_id, context.work / "figures")
-        tracker.log_stage(run_id, report, [picture] if picture else [], time.monotonic() - started)
+        pictures = figures.save(name, context.lake, context.release_id, context.work / "figures")
+        tracker.log_stage(run_id, report, pictures, time.monotonic() - started)
         if report.verdict is not Verdict.PASS:
             break
     verdict = worst(report.verdict for report in reports)

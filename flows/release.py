@@ -431,8 +431,7 @@ class _Release:
 
     def _log_stage(self, name: str, outcome: StageOutcome, seconds: float) -> None:
         """Copies for reviewers: nothing that happens here decides anything."""
-        picture = figures.save(name, self.context.lake, self.context.release_id, self._figures)
-        pictures = [picture] if picture is not None else []
+        pictures = figures.save(name, self.context.lake, self.context.release_id, self._figures)
         self.tracker.log_stage(self.run_id, outcome.report, pictures, seconds)
 
     @property

@@ -209,9 +209,13 @@ def _source(stage: str, check: Check) -> tuple[str, str, dict[str, Any]]:
             return _select("tensor_replay", _CASES, "side = 'candidate'", order)
         condition = "side = 'candidate' and dtype_class = $dtype_class"
         return _select("tensor_replay", _CASES, condition, order, dtype_class=rest.partition(".")[0])
+    if stage == "baseline" and layer == "history":
+        columns = "family, metric, backend, case_id, weight, p50_s, limit_ratio, outcome, error"
+        order = "contains($named, case_id) desc, weight desc"  # the message names the worst cells, and earlier figures
+        return _select("perf_backends", columns, "side = 'candidate'", order, named=check.message)
     if stage == "baseline":
         columns = "family, metric, shape_bucket, weight, ratio, ratio_low, ratio_high, verdict, num_blocks"
-        family = f"family = '{layer}'" if layer in ("prefill", "decode") else "true"
+        family = f"family = '{layer}'" if layer in ("prefill", "decode", "extend") else "true"
         return _select("perf_cells", columns, family, "ratio desc nulls first")
     if stage in ("canary", "expand") and name.startswith(("ttft", "tpot", "memory")):
         condition, share = f"stage = '{stage}'", {}

@@ -206,7 +206,17 @@ def _service(rows: Sequence[Measured], layout: str, execution: str, mix: str, le
         family: next((s.backend for s in scores if s.family == family and not s.lacks), None) for family, _ in groups
     }
     decided = _chosen(cells, [costs[cell.case_id] for cell in cells])
-    regrets = [_regret(family, group, backends, singles[family], mix) for family, group in groups]
+    regrets = [
+        _regret(
+            family,
+            group,
+            backends,
+            singles[family],
+            mix,
+            {backends[decided[c.bucket]] for c in group if c.bucket in decided},
+        )
+        for family, group in groups
+    ]
     return Service(
         layout=layout,
         execution=execution,
@@ -313,7 +323,9 @@ def _choice(
     return Choice(first.family, first.shape_bucket, first.bucket[1], first.weight, backend, seconds, gain)
 
 
-def _regret(family: str, cells: Sequence[_Cell], backends: Sequence[str], single: str | None, mix: str) -> Regret:
+def _regret(
+    family: str, cells: Sequence[_Cell], backends: Sequence[str], single: str | None, mix: str, chosen: set[str]
+) -> Regret:
     where = f"over {mix}" if family == ALL else f"over {mix}, {family} alone,"
     if single is None:
         nothing = Gain(math.nan, -math.inf, math.inf)
@@ -322,6 +334,8 @@ def _regret(family: str, cells: Sequence[_Cell], backends: Sequence[str], single
     gain = _gain(cells, whole)
     if math.isnan(gain.value):
         told = f"cannot be compared with the best single backend {single}: fewer than {_MIN_ROUNDS} rounds"
+    elif chosen == {single}:
+        told = f"is the best single backend {single} itself, in every bucket"
     elif gain.low > 0:
         told = f"beats the best single backend {single} by {gain}"
     else:

@@ -69,7 +69,7 @@ def measure(job: Job, folder: Path, timeout_s: float = TIMEOUT_S) -> dict[str, A
         private_folder(out)
         write_atomically(out / "job.json", job.job.model_dump_json(indent=1))
         verb = str(job.job.verb)  # type: ignore[attr-defined]
-        command = [job.environment.python, "-m", "attention", verb]
+        command = [job.environment.python, "-m", "attention", *verb.split()]
         code = _run([*command, "--job", str(out / "job.json"), "--out", str(out)], out / "log.txt", timeout_s)
         if code not in (0, 1) or not result.is_file():
             raise MeasureError(f"{job.name}: {_how(code)}: {_tail(out / 'log.txt')}")

@@ -1,6 +1,6 @@
 """report.html: one file that a reviewer can open anywhere, mail, or read inside MLflow.
 
-    write(story, folder)      # folder/report.html, with the figures folder/<stage>.png in it
+    write(story, folder)      # folder/report.html, with the pictures of every stage that lie in the folder
 
 Everything is inlined, nothing is fetched and nothing runs: no script, no link, no font. All text is
 escaped, because messages quote names from candidates and errors from libraries.
@@ -17,6 +17,8 @@ from gates.replay_model import Bucket, Divergence
 from gates.replay_tensor import Beside
 from gates.report import Row, table
 from gates.verdict import GateReport
+from tasks.figures import PICTURES
+from tasks.figures.canvas import Picture
 from tasks.files import write_atomically
 from tasks.story import STAGES, Story
 
@@ -40,6 +42,7 @@ tr.gate td { background: #f4f4f4; font-weight: 600; padding-left: 6px; }
 td { overflow-wrap: anywhere; }
 b.pass { color: #00785a; } b.fail, b.error { color: #b34700; } b.inconclusive { color: #8a6100; }
 small { color: #666; display: block; }
+figure { margin: 0 0 20px; } figcaption { color: #555; font-size: 13.5px; }
 img { max-width: 100%; border: 1px solid #e3e3e3; border-radius: 4px; }
 pre { background: #f6f6f6; padding: 10px 12px; overflow-x: auto; font-size: 12.5px; border-radius: 4px; }
 summary { cursor: pointer; font-weight: 600; }
@@ -49,19 +52,18 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def write(story: Story, folder: Path) -> Path:
-    """Write `folder/report.html` with every figure `folder/<stage>.png` that is there."""
-    figures = [path for stage in STAGES if (path := folder / f"{stage}.png").is_file()]
+    """Write `folder/report.html` with every picture of a stage (`figures.PICTURES`) that is there."""
     path = folder / "report.html"
-    write_atomically(path, render(story, figures))
+    write_atomically(path, render(story, folder))
     return path
 
 
-def render(story: Story, figures: Iterable[Path] = ()) -> str:
-    """The page. `figures` are PNG files named by their stage."""
+def render(story: Story, folder: Path | None = None) -> str:
+    """The page, with the pictures that lie in the folder."""
     parts = (
         _head(story),
         _gates(story.gates),
-        *(_figure(path) for path in figures),
+        *(_pictures(stage, folder) for stage in STAGES if folder is not None),
         _tensor(story.tensor),
         _model(story.buckets, story.divergences),
         _events(story),
@@ -131,10 +133,17 @@ def _verdict(verdict: str) -> str:
     return f'<b class="{escape(verdict)}">{escape(verdict)}</b>'
 
 
-def _figure(path: Path) -> str:
+def _pictures(stage: str, folder: Path) -> str:
+    """The stage's pictures under its name, the main one first; nothing where none was drawn."""
+    drawn = [(path, picture) for picture in PICTURES[stage] if (path := folder / f"{picture.name}.png").is_file()]
+    return "\n".join([f"<h2>{escape(stage)}</h2>", *(_picture(*one) for one in drawn)]) if drawn else ""
+
+
+def _picture(path: Path, picture: Picture) -> str:
     data = base64.b64encode(path.read_bytes()).decode()
-    name = escape(path.stem)
-    return f'<h2>{name}</h2>\n<img alt="figure of the stage {name}" src="data:image/png;base64,{data}">'
+    caption = escape(picture.caption)
+    image = f'<img alt="{escape(picture.name)}" src="data:image/png;base64,{data}">'
+    return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
 
 
 def _tensor(cases: Sequence[Beside]) -> str:

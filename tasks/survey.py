@@ -14,6 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -199,7 +200,12 @@ def _told(rows: Sequence[dict[str, Any]]) -> str:
 def _startup(
     out: _Rows, names: Sequence[str], cases: Sequence[AttentionCase], device: str, environment: Environment, say: Say
 ) -> None:
-    for name in names:
-        rows = first_calls.cold_and_warm(name, first_calls.one_a_phase(cases), device, environment.python)
-        out.write("perf_startup", rows)
-        say(f"first call of {name}: {first_calls.told(rows)}")
+    """Some side by side, where there are cores for their compilers."""
+
+    def one(name: str) -> list[dict[str, Any]]:
+        return first_calls.cold_and_warm(name, first_calls.one_a_phase(cases), device, environment.python)
+
+    with ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 4)) as pool:
+        for name, rows in zip(names, pool.map(one, names), strict=True):
+            out.write("perf_startup", rows)
+            say(f"first call of {name}: {first_calls.told(rows)}")

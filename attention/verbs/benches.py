@@ -1,4 +1,4 @@
-"""`bench`: the shapes of a mix, or the host overhead of `run`."""
+"""`bench`: what stdin asks for, a stress run, or the host overhead of `run`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 from attention.errors import UserError
 from attention.flags import check_count
-from attention.job import BenchJob
+from attention.job import BenchJob, StressJob, write_result
 from attention.matrix import check_device
 from attention.verbs.common import job_of
 
@@ -16,9 +16,19 @@ from attention.verbs.common import job_of
 def bench(args: argparse.Namespace) -> int:
     if args.what == "dispatch":
         return _bench_dispatch(args)
+    if args.what == "stress":
+        return _bench_stress(args)
     from attention import bench
 
     bench.main(job_of(args, BenchJob))
+    return 0
+
+
+def _bench_stress(args: argparse.Namespace) -> int:
+    from attention import stress
+
+    job = job_of(args, StressJob)
+    write_result(args.out, stress.run(job, lambda line: print(line, file=sys.stderr, flush=True)))
     return 0
 
 

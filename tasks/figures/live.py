@@ -50,7 +50,7 @@ def _paired_latency(ax: Axes, pairs: Sequence[Row]) -> None:
         ax.scatter(*columns(both), marker=marker, s=22, color=colour, alpha=0.7, lw=0, label=name.upper())
         seen += [time for pair in both for time in pair]
     ax.set(xscale="log", yscale="log", xlabel="champion, ms", ylabel="shadow of the candidate, ms")
-    plain_log_ticks(ax)
+    plain_log_ticks(ax.xaxis, ax.yaxis)
     if seen:
         bounds = (min(seen) / 1.3, max(seen) * 1.3)
         ax.plot(bounds, bounds, color="#888888", lw=1, label="equal")

@@ -22,7 +22,9 @@ from tasks.figures.canvas import (
     legend,
     limit_line,
     named,
+    stacked,
 )
+from tasks.figures.measured import FAMILIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -167,10 +169,10 @@ def baseline(evidence: Evidence) -> Figure:
     if not cells:
         return empty("baseline", "perf_cells")
     cells.sort(key=lambda cell: (cell["metric"], _kv_len(cell["shape_bucket"])))
-    families = [family for family in ("prefill", "decode") if any(c["family"] == family for c in cells)]
-    rows = max(sum(c["family"] == family for c in cells) for family in families)
-    figure, axes = blank(len(families), 2.0 + 0.3 * rows)
-    figure.suptitle("Baseline: time of the candidate / time of the champion, with its interval")
+    families = [family for family in FAMILIES if any(c["family"] == family for c in cells)]
+    rows = [sum(c["family"] == family for c in cells) for family in families]
+    title = "Baseline: time of the candidate / time of the champion, with its interval"
+    figure, axes = stacked(title, [0.25 * num + 0.1 for num in rows])
     limits = evidence.limits("baseline")
     for ax, family in zip(axes, families, strict=True):
         _forest(ax, [cell for cell in cells if cell["family"] == family])
@@ -179,9 +181,9 @@ def baseline(evidence: Evidence) -> Figure:
             for limit in named(mine, name):
                 limit_line(ax, limit, f"{text} {limit:g}", style=style)
         ax.set_xlabel(f"{family}: ratio (left of 1: faster)")
-        legend(ax)
+        legend(ax, 6)
     bounds = [ax.get_xlim() for ax in axes]
-    for ax in axes:  # the same scale: the two families are read side by side
+    for ax in axes:  # the same scale: the families are read beside each other
         ax.set_xlim(min(low for low, _ in bounds), max(high for _, high in bounds))
     return figure
 

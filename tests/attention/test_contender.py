@@ -36,7 +36,7 @@ def test_a_sound_backend_is_ready_on_every_kind_of_case(phase: str, batch: str, 
     assert ready.first_call_s > 0
     assert (ready.cold_ratio, ready.workspace_bytes, ready.graph_capture) == (None, None, None)
     outputs = [call()[0] for call in ready.calls]
-    assert len(outputs) >= 2, "calls rotate over copies"
+    assert len(outputs) >= 2, "calls rotate over replicas"
     assert all(torch.equal(outputs[0], other) for other in outputs)
 
 

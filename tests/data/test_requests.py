@@ -222,18 +222,65 @@ def test_gaps_keep_their_pattern_at_the_rate_of_the_plan(tmp_path: Path, tokeniz
     assert [r.t_s for r in scaled] == [0.0, 0.5, 1.0]
 
 
-def test_weights_are_squares_for_prefill_and_steps_by_kv_length_for_decode() -> None:
+def test_weights_are_causal_pairs_for_prefill_and_steps_by_kv_length_for_decode() -> None:
     buckets = shape_weights([RequestLength("a", 30, 6), RequestLength("b", 100, 2), RequestLength("c", 5, 1)])
-    total = 30**2 + 100**2 + 5**2
+    pairs = {length: length * (length + 1) / 2 for length in (30, 100, 5)}
+    total = sum(pairs.values())
     # a decodes over 31, 32 | 33, 34, 35 keys, b over 101, c not at all.
+    per_thousand = 1000 / 3
     assert buckets == [
-        Bucket("prefill", 128, "prefill/kv<=128", 100**2 / total),
-        Bucket("prefill", 32, "prefill/kv<=32", 30**2 / total),
-        Bucket("prefill", 16, "prefill/kv<=16", 5**2 / total),
-        Bucket("decode", 64, "decode/kv<=64", 3 / 6),
-        Bucket("decode", 32, "decode/kv<=32", 2 / 6),
-        Bucket("decode", 128, "decode/kv<=128", 1 / 6),
+        Bucket("prefill", 128, "prefill/kv<=128", pairs[100] / total, 128, pairs[100] * per_thousand),
+        Bucket("prefill", 32, "prefill/kv<=32", pairs[30] / total, 32, pairs[30] * per_thousand),
+        Bucket("prefill", 16, "prefill/kv<=16", pairs[5] / total, 16, pairs[5] * per_thousand),
+        Bucket("decode", 64, "decode/kv<=64", 3 / 6, 1, 3 * per_thousand),
+        Bucket("decode", 32, "decode/kv<=32", 2 / 6, 1, 2 * per_thousand),
+        Bucket("decode", 128, "decode/kv<=128", 1 / 6, 1, 1 * per_thousand),
     ]
+
+
+def test_a_prompt_with_a_cached_prefix_is_an_extend_over_the_whole_prompt() -> None:
+    [extend] = shape_weights([RequestLength("a", 1000, 1, cached_tokens=900)])
+    # 100 new rows see 901 .. 1000 keys.
+    assert extend == Bucket("extend", 1024, "extend/kv<=1024", 1.0, 128, 1000.0 * sum(range(901, 1001)))
+
+
+@pytest.mark.parametrize(("prompt", "cached", "q_len"), [(1024, 1023, 2), (1024, 1, 512), (1024, 900, 128), (9, 8, 2)])
+def test_the_typical_extend_has_at_least_two_queries_and_at_most_half_of_the_keys(
+    prompt: int, cached: int, q_len: int
+) -> None:
+    [extend] = shape_weights([RequestLength("a", prompt, 1, cached)])
+    assert extend.q_len == q_len
+
+
+def test_a_request_that_stands_for_many_weighs_as_many() -> None:
+    many = [RequestLength("a", 300, 9, count=3), RequestLength("b", 2000, 70, 512, count=2)]
+    single = [RequestLength("a", 300, 9)] * 3 + [RequestLength("b", 2000, 70, 512)] * 2
+    assert shape_weights(many) == shape_weights(single)
+
+
+def test_decode_steps_over_many_buckets_are_counted_without_a_loop_over_tokens() -> None:
+    buckets = shape_weights([RequestLength("a", 1, 10**12)])
+    steps = {b.kv_len: b.units for b in buckets if b.family == "decode"}
+    assert (steps[16], steps[32], steps[64]) == (15_000, 16_000, 32_000)
+    assert sum(steps.values()) == 1000 * (10**12 - 1)
+
+
+def test_traffic_without_requests_has_no_buckets() -> None:
+    assert shape_weights([]) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"cached_tokens": 30}, "cached_tokens 30 of a prompt of 30"),
+        ({"cached_tokens": -1}, "cached_tokens -1"),
+        ({"count": 0.0}, "count 0"),
+        ({"count": float("nan")}, "count nan"),
+    ],
+)
+def test_a_length_that_cannot_be_is_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=f"request a: {told}"):
+        RequestLength("a", 30, 6, **changes)
 
 
 def test_the_sample_is_made_again_byte_for_byte() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from attention.schemas import write_rows
 from gates.verdict import Check, GateReport, Verdict
+from tests.tasks.sample_baseline import release_tables
 
 SECRET = "xyzzy-prompt-text"
 SECRET_TOKEN = 271828
@@ -59,7 +60,7 @@ def fill(lake: Path, release_id: str, *, seed: int = 0) -> None:
         "tensor_replay": _tensor(rng),
         "model_replay": _model(rng),
         "business_replay": _business(),
-        "perf_cells": _perf(rng),
+        **release_tables(rng),
         "requests": _requests(rng),
         "canary_windows": _windows(rng),
         "events": _events(),
@@ -148,29 +149,6 @@ def _business() -> list[dict[str, Any]]:
         for side in ("champion", "candidate")
         for i in range(12)
     ]
-
-
-def _perf(rng: random.Random) -> list[dict[str, Any]]:
-    rows = []
-    for family in ("prefill", "decode"):
-        for metric in ("kernel_s", "ttft_s" if family == "prefill" else "tpot_s"):
-            for kv_len in (64, 128, 256, 512):
-                ratio = rng.uniform(0.45, 1.08)
-                rows.append(
-                    {
-                        "family": family,
-                        "case_id": f"{family}-{kv_len}",
-                        "backend": "torch_sdpa:flash",
-                        "metric": metric,
-                        "shape_bucket": f"{family}/kv<={kv_len}",
-                        "weight": rng.uniform(0.05, 0.4),
-                        "ratio": ratio,
-                        "ratio_low": ratio - 0.06,
-                        "ratio_high": ratio + 0.08,
-                        "verdict": "FAST" if ratio < 0.9 else "SAME" if ratio < 1.02 else "AMBG",
-                    }
-                )
-    return rows
 
 
 def _requests(rng: random.Random) -> list[dict[str, Any]]:

@@ -38,14 +38,15 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The report of a release that the replay gate stopped, with one figure."""
+    """The report of a release that the replay gate stopped, with the pictures of two stages."""
     folder = tmp_path_factory.mktemp("report")
     fill(folder / "lake", "r1")
     record = running("smollm2", "r1", "wrong-scale", "rejected", tags=("drill",))
     record.attempts = [attempt("r1", "wrong-scale", "rejected", "replay")]
     record.reason = "replay: r_rms is 31.5"
     story = tell(record, folder / "lake", "r1", policy_yaml="attention_policy: {mode: auto}\n")
-    assert figures.save("probe", folder / "lake", "r1", folder) is not None
+    for stage in ("probe", "baseline"):
+        assert figures.save(stage, folder / "lake", "r1", folder)
     return report.write(story, folder).read_text()
 
 
@@ -89,7 +90,18 @@ def test_it_holds_fingerprint_policy_events_and_figures(page: str) -> None:
     assert "fp-1234abcd" in page
     assert "attention_policy: {mode: auto}" in page
     assert "share_changed" in page
-    assert page.count('<img alt="figure of the stage probe" src="data:image/png;base64,') == 1
+    assert page.count('<img alt="probe" src="data:image/png;base64,') == 1
+
+
+def test_all_pictures_of_a_stage_stand_under_its_name_with_a_caption_each(page: str) -> None:
+    section = page.partition("<h2>baseline</h2>")[2].partition("<h2>")[0]
+    pictures = re.findall(
+        r'<figure><img alt="([\w-]+)" src="data:image/png;base64,[^"]+"><figcaption>(.+?)</fig', section
+    )
+    names = [name for name, _ in pictures]
+    assert names[0] == "baseline"
+    assert {"baseline-verdicts", "baseline-latency", "baseline-roofline", "baseline-stress"} < set(names)
+    assert len(names) == page.count('<img alt="baseline')
 
 
 def test_it_is_self_contained(page: str) -> None:

@@ -109,11 +109,11 @@ def test_artifacts_lie_under_the_state_folder_and_are_complete(lake: Path, famil
     record = promoted_record(family, "r1", "flash", ("r0", "torch-math"))
     story = tell(record, lake, "r1", policy_yaml="attention_policy: {}\n")
     folder = lake.parent / "report"
-    figure = figures.save("probe", lake, "r1", folder)
-    assert figure is not None
+    drawn = {stage: figures.save(stage, lake, "r1", folder) for stage in ("probe", "baseline")}
     tracker = Tracker("cpu", family, lake, "r1")
     run_id = tracker.open_release(story)
-    tracker.log_stage(run_id, passing("probe"), [figure])
+    for stage, pictures in drawn.items():
+        tracker.log_stage(run_id, passing(stage), pictures)
     tracker.close_release(run_id, story, report.write(story, folder))
     artifacts = home / "state" / "mlflow" / "artifacts" / str(run_id) / "artifacts"
     found = {str(path.relative_to(artifacts)) for path in artifacts.rglob("*") if path.is_file()}
@@ -121,9 +121,12 @@ def test_artifacts_lie_under_the_state_folder_and_are_complete(lake: Path, famil
         "fingerprint.json",
         "policy.yaml",
         "gates/probe.json",
+        "gates/baseline.json",
         "figures/probe.png",
+        *(f"figures/{path.name}" for path in drawn["baseline"]),
         "report.html",
     }
+    assert len(drawn["baseline"]) > 1
 
 
 def test_promotion_moves_the_aliases_and_rollback_moves_them_back(lake: Path, family: str) -> None:

@@ -1,0 +1,175 @@
+"""What a GPU showed of the baselines: collected into a small folder, and told as markdown tables.
+
+    python -m flows baseline --matrix hopper --mix chat --startup --out RUN --json >RUN/baseline.json
+    python -m tasks.verdict_drill --matrix hopper --cells 50 --budget-s 300 --out RUN/verdicts.json
+    python -m tasks.baseline_evidence --collect RUN data/evidence/h200/baseline
+    python -m tasks.baseline_evidence data/evidence/h200/baseline
+
+The first three commands need the GPU, the last runs anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+
+from attention.cases import AttentionCase
+from attention.errors import UserError, exit_code
+from attention.yaml_file import read_json
+
+TABLES = ("perf_backends", "perf_ceilings", "perf_startup", "perf_stress")
+#: What the issue of a baseline asks of a Hopper GPU: the batch of a family, and the least share of its ceiling.
+ASKED = {"prefill": ("q8k", 0.85), "decode": ("64q1s4k", 0.95)}
+
+Row = dict[str, Any]
+
+
+def collect(run: Path, folder: Path) -> None:
+    """One Parquet file a table of a run's lake, without the raw samples, and its two documents without the rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for table in TABLES:
+        if (run / "lake" / table).is_dir():
+            found = ds.dataset(run / "lake" / table, format="parquet").to_table()
+            pq.write_table(found, folder / f"{table}.parquet", compression="zstd")
+    if (run / "baseline.json").is_file():
+        document = {key: value for key, value in read_json(run / "baseline.json").items() if key != "cells"}
+        (folder / "baseline.json").write_text(json.dumps(document, indent=1) + "\n")
+    if (run / "verdicts.json").is_file():
+        shutil.copyfile(run / "verdicts.json", folder / "verdicts.json")
+
+
+def rows_of(folder: Path, table: str) -> list[Row]:
+    """Rows of a collected table; none where it was not measured."""
+    path = folder / f"{table}.parquet"
+    found: list[Row] = pq.read_table(path).to_pylist() if path.is_file() else []
+    return found
+
+
+def asked_table(folder: Path) -> str:
+    """What is asked of a baseline, and what was seen. UserError for a folder without the documents."""
+    rows = rows_of(folder, "perf_backends")
+    lines = [_best(rows, family, batch, least) for family, (batch, least) in ASKED.items()]
+    lines += _verdicts(read_json(folder / "verdicts.json")["summary"])
+    lines.append(f"| weighted selection | {read_json(folder / 'baseline.json')['sentence']} | beats, or says not |")
+    return "\n".join(
+        [f"| on one {read_json(folder / 'baseline.json')['device']} | seen | asked |", "|---|---|---|", *lines]
+    )
+
+
+def _best(rows: Iterable[Row], family: str, batch: str, least: float) -> str:
+    mine = [r for r in rows if _is(r, family, batch) and r["outcome"] == "measured"]
+    if not mine:
+        return f"| best {family} of {batch} | not measured | {least:.0%} |"
+    best = max(mine, key=lambda row: float(row["limit_ratio"]))
+    of = "matrix product" if family == "prefill" else "read of the same bytes"
+    seen = f"{best['backend']} {_rate(best)}, {best['limit_ratio']:.1%} of the {of}"
+    return f"| best {family} of {batch} | {seen} | {least:.0%} |"
+
+
+def _is(row: Row, family: str, batch: str) -> bool:
+    return row["family"] == family and AttentionCase.model_validate_json(row["case_json"]).batch == batch
+
+
+def _rate(row: Row) -> str:
+    """TFLOP/s of what products limit, TB/s of what reading limits."""
+    case = AttentionCase.model_validate_json(row["case_json"])
+    if row["limited_by"] == "flops":
+        return f"{case.flops() / row['p50_s'] / 1e12:.0f} TFLOP/s"
+    return f"{case.num_bytes() / row['p50_s'] / 1e12:.2f} TB/s"
+
+
+def _verdicts(summary: dict[str, Row]) -> list[str]:
+    asked = {
+        "equal": "no FAST or SLOW, 90 % SAME",
+        "5 % slower": "95 % SLOW",
+        "2 % slower": "never SAME",
+    }
+    lines = []
+    for drilled, found in summary.items():
+        said = ", ".join(f"{found[word]} {word}" for word in ("SAME", "FAST", "SLOW", "AMBG", "lost") if word in found)
+        name = "two equal processes" if drilled == "equal" else f"a process that is {drilled}"
+        lines.append(f"| {name}: {found['cells']} cells in {found['seconds']:.0f} s | {said} | {asked[drilled]} |")
+    return lines
+
+
+def backend_table(folder: Path) -> str:
+    """A row a backend: its best layout at the asked shapes, its first calls, its outcomes."""
+    rows, startup = rows_of(folder, "perf_backends"), rows_of(folder, "perf_startup")
+    lines = ["| backend | prefill q8k | decode 64q1s4k | first call, empty caches / warm | cells measured | others |"]
+    lines.append("|---|---|---|---|---|---|")
+    for backend in dict.fromkeys(row["backend"] for row in rows):
+        mine = [row for row in rows if row["backend"] == backend]
+        good = [row for row in mine if row["outcome"] == "measured"]
+        shapes = [_cell(good, family, batch) for family, (batch, _) in ASKED.items()]
+        others = sorted({row["outcome"] for row in mine} - {"measured"})
+        told = ", ".join(f"{sum(r['outcome'] == one for r in mine)} {one}" for one in others)
+        first = _first([row for row in startup if row["backend"] == backend])
+        lines.append(f"| {backend} | {' | '.join(shapes)} | {first} | {len(good)} of {len(mine)} | {told} |")
+    return "\n".join([*lines, "", _ceilings(rows_of(folder, "perf_ceilings"))])
+
+
+def _cell(rows: Sequence[Row], family: str, batch: str) -> str:
+    mine = [row for row in rows if _is(row, family, batch)]
+    if not mine:
+        return "-"
+    best = min(mine, key=lambda row: float(row["p50_s"]))
+    case = AttentionCase.model_validate_json(best["case_json"])
+    pages = "" if case.page_size is None else f"/{case.page_size}"
+    return f"{_rate(best)}, {best['limit_ratio']:.0%} ({case.layout}{pages}, {case.execution})"
+
+
+def _first(rows: Sequence[Row]) -> str:
+    found = {row["cache"]: row for row in rows}
+    said = []
+    for cache in ("cold", "warm"):
+        row = found.get(cache)
+        if row is None:
+            said.append("-")
+        else:
+            said.append(f"{row['first_call_s']:.2g} s" if row["outcome"] == "measured" else str(row["outcome"]))
+    return " / ".join(said)
+
+
+def _ceilings(rows: Sequence[Row]) -> str:
+    """Medians and ranges of the machine's ceilings over the whole survey."""
+    said = []
+    for kind, unit in (("matmul", "TFLOP/s"), ("read", "TB/s")):
+        rates = sorted(row["work"] / row["seconds"] / 1e12 for row in rows if row["kind"] == kind)
+        if rates:
+            said.append(f"{kind} {median(rates):.3g} {unit} ({rates[0]:.3g} to {rates[-1]:.3g}, {len(rates)} rounds)")
+    return f"Ceilings, measured between the cells: {'; '.join(said)}."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.baseline_evidence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, help="of the evidence")
+    parser.add_argument("--collect", type=Path, metavar="RUN", help="fill the folder from a run first")
+    parser.add_argument("--asked", action="store_true", help="the table of what is asked, in place of the backends'")
+    options = parser.parse_args(argv)
+    return exit_code(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.collect is not None:
+        if not options.collect.is_dir():
+            raise UserError(f"--collect {options.collect}: no such folder")
+        collect(options.collect, options.folder)
+        return 0
+    print((asked_table if options.asked else backend_table)(options.folder))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
