@@ -62,6 +62,10 @@ on a GPU:
   python -m attention bench dispatch --calls 200
   echo '{"setup": {"model": "data/models/smollm2-135m-instruct", "policy": "data/policies/cpu-flash.yaml"}}' >job.json
   python -m attention bench --job job.json </dev/null
+  echo '{"setup": {"model": "data/models/smollm2-135m-instruct", "policy": "data/policies/cpu-flash.yaml"},
+    "lengths": [[64, 16, 1]], "max_running": 2, "saturation_requests": 8, "levels": [0.5, 1.2], "duration_s": 5,
+    "slo_ttft_s": 2, "slo_tpot_s": 0.2}' >stress.json
+  python -m attention bench stress --job stress.json --out RUN
 on a GPU:
   python -m attention bench dispatch --backend flash_attn --backend flashinfer --device cuda""",
     "serve": """

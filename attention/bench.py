@@ -113,7 +113,7 @@ class Bench:
 
     def _attention(self, command: BenchCommand) -> _Held:
         backend = command.backend or self._dispatcher.resolved[command.case.phase]
-        ready: Ready = prepare(backend, command.case, self._device, self._clock)
+        ready: Ready = prepare(backend, command.case, self._device, self._clock, command.replicas)
         sample = BenchSample(
             backend=ready.backend,
             confirmed=ready.confirmed,
@@ -121,6 +121,7 @@ class Bench:
             cold_ratio=ready.cold_ratio,
             workspace_bytes=ready.workspace_bytes,
             graph_capture=ready.graph_capture,
+            num_replicas=len(ready.calls),
         )
         return _Held(self._slowed(ready.calls, command.slowdown), sample, ready.held)
 

@@ -19,7 +19,7 @@ import torch
 
 from attention import confirm
 from attention.backends import create
-from attention.backends.base import AttentionSpec, Planned
+from attention.backends.base import AttentionSpec, Planned, own_buffers
 from attention.backends.oracle import Truth, attend
 from attention.cases import AttentionCase
 from attention.checks.common import MAX_RATIO, dtype_class
@@ -36,10 +36,11 @@ _CHECKED_ROWS = 32
 #: The cold proof: calls a median is of, and the difference below which caches do not matter to a call.
 _PROOF_CALLS = 15
 _EVENT_S = 1e-6  # twice the events' resolution
-#: Replicas that calls rotate over, each with a plan and inputs of its own: where buffers lie in memory moves a kernel
-#: of 20 us by 1 to 3 %, in one process as between two. Large inputs have fewer, and their kernels are long.
-_MOST_REPLICAS = 8
-_MOST_BYTES = 3 << 30  # of all replicas, and of all copies of the cold proof
+#: Of all replicas together, and of all copies of the cold proof. Large inputs have fewer, and their kernels are long.
+_MOST_BYTES = 8 << 30
+#: On a GPU one turn over all replicas lasts no longer than this: a long kernel has fewer of them.
+_TURN_S = 0.015
+_MOST_CPU_REPLICAS = 2  # a core's caches and neighbours do not depend on the place
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,12 @@ class Ready:
     held: Any  # plans and tensors: a graph's replay does not hold what its kernels read
 
 
-def prepare(backend: str, case: AttentionCase, device: str, clock: Clock) -> Ready:
-    """Raises MeasurementError, and what the backend raises."""
+def prepare(backend: str, case: AttentionCase, device: str, clock: Clock, replicas: int = 2) -> Ready:
+    """With at most so many `replicas`, each with a plan and buffers of its own: where those lie moves a kernel of 20 us
+    by 1 to 3 %, in one process as between two.
+
+    Raises MeasurementError, and what the backend raises.
+    """
     made = create(backend, device)
     if reasons := made.check(case):
         raise MeasurementError("refused", "; ".join(map(str, reasons)))
@@ -77,7 +82,7 @@ def prepare(backend: str, case: AttentionCase, device: str, clock: Clock) -> Rea
 
     eager = _call(planned, problem)
     confirmed = confirm.watch(eager, device=device)[1]
-    calls, replicas = [eager], [(planned, problem)]
+    calls, held = [eager], [(planned, problem)]
     if is_graph:
         calls[0], in_graph = _captured(eager, problem, case)
         if not confirm.same_kernels(in_graph, confirmed):
@@ -85,13 +90,14 @@ def prepare(backend: str, case: AttentionCase, device: str, clock: Clock) -> Rea
     if confirmed != backend:
         raise MeasurementError("wrong_kernel", f"{backend} was asked for, and the execution layer names {confirmed}")
     cold_ratio = _proven_cold(planned, problem, clock) if isinstance(clock, CudaClock) else None
-    for _ in range(_num_replicas(problem, workspace) - 1):
+    for _ in range(_num_replicas(problem, workspace, calls[0], clock, replicas) - 1):
         other = replace(problem, q_THD=problem.q_THD.clone(), k=problem.k.clone(), v=problem.v.clone())
-        plan = made.plan(other.batch, other.spec, graph=is_graph, lse=False)
+        with own_buffers():
+            plan = made.plan(other.batch, other.spec, graph=is_graph, lse=False)
         call = _call(plan, other)
         call()
         calls.append(_captured(call, other, case)[0] if is_graph else call)
-        replicas.append((plan, other))
+        held.append((plan, other))
     return Ready(
         calls=tuple(calls),
         backend=backend,
@@ -100,7 +106,7 @@ def prepare(backend: str, case: AttentionCase, device: str, clock: Clock) -> Rea
         cold_ratio=cold_ratio,
         workspace_bytes=workspace,
         graph_capture="captured" if is_graph else None,
-        held=replicas,
+        held=held,
     )
 
 
@@ -108,9 +114,13 @@ def _call(planned: Planned, problem: Problem) -> Call:
     return lambda: planned.run(problem.q_THD, problem.k, problem.v)
 
 
-def _num_replicas(problem: Problem, workspace: int | None) -> int:
+def _num_replicas(problem: Problem, workspace: int | None, call: Call, clock: Clock, most: int) -> int:
+    """As many as asked for, fewer of what is large or long."""
+    if not isinstance(clock, CudaClock):
+        return min(most, _MOST_CPU_REPLICAS)
     num_bytes = problem.q_THD.nbytes + problem.k.nbytes + problem.v.nbytes + (workspace or 0)
-    return max(1, min(_MOST_REPLICAS, _MOST_BYTES // max(1, num_bytes)))
+    seconds = median(clock.block([call], 3))
+    return max(1, min(most, _MOST_BYTES // max(1, num_bytes), max(2, int(_TURN_S / seconds))))
 
 
 def peak_bytes(device: str) -> int:

@@ -80,7 +80,7 @@ def run(job: StressJob, say: Callable[[str], None]) -> Row:
     limits = bounded(job.setup.limits, job.max_running)
     lengths, left_out = fitting(runner, limits, job.lengths)
     with torch.inference_mode():
-        play(runner, limits, burst(runner, lengths, job.max_running, (job.seed, 0)), fault=job.setup.fault)
+        play(runner, limits, burst(runner, lengths, job.max_running, (job.seed, 0)))
         own = _saturation(job, runner, limits, lengths)
         saturation = job.saturation_per_s or own
         say(f"stress: {job.max_running} running: saturation {own:.3g}/s; levels are shares of {saturation:.3g}/s")
@@ -88,7 +88,7 @@ def run(job: StressJob, say: Callable[[str], None]) -> Row:
         for nth, level in enumerate(job.levels, start=1):
             coming = poisson(runner, lengths, level * saturation, job.duration_s, (job.seed, 1 + nth))
             drain_s = job.slo_ttft_s + job.slo_tpot_s * max(one.num_output for one in coming)
-            played = play(runner, limits, coming, drain_s=drain_s, fault=job.setup.fault)
+            played = play(runner, limits, coming, drain_s=drain_s)
             rows.append({"level": level, "max_running": job.max_running, **summary(job, coming, played, runner)})
             say(told(rows[-1]))
     return {"fingerprint_id": found.id, "saturation_per_s": own, "left_out": left_out, "levels": rows}
@@ -135,16 +135,12 @@ def poisson(
     return _drawn(runner, lengths, times, generator)
 
 
-def play(
-    runner: Runner,
-    limits: Limits,
-    arrivals: Sequence[Arrival],
-    *,
-    drain_s: float = float("inf"),
-    fault: str | None = None,
-) -> Played:
-    """Offer the arrivals at their times and run steps until all ended, `drain_s` after the last arrival at most."""
-    scheduler, played, coming = Scheduler(runner, limits, fault=fault), Played(), deque(arrivals)
+def play(runner: Runner, limits: Limits, arrivals: Sequence[Arrival], *, drain_s: float = float("inf")) -> Played:
+    """Offer the arrivals at their times and run steps until all ended, `drain_s` after the last arrival at most.
+
+    A drill's `slow_decode` is left out: only users are to see it (attention/faults.py).
+    """
+    scheduler, played, coming = Scheduler(runner, limits), Played(), deque(arrivals)
     until_s = arrivals[-1].at_s + drain_s
     started = time.perf_counter()
     while coming or scheduler.has_work:
@@ -231,7 +227,7 @@ def _loaded(job: StressJob, dispatcher: Any) -> Runner:
 def _saturation(job: StressJob, runner: Runner, limits: Limits, lengths: Sequence[Length]) -> float:
     roomy = replace(limits, max_queue=job.saturation_requests)
     at_once = burst(runner, lengths, job.saturation_requests, (job.seed, 1))
-    return saturation_per_s(play(runner, roomy, at_once, fault=job.setup.fault).generations, job.max_running)
+    return saturation_per_s(play(runner, roomy, at_once).generations, job.max_running)
 
 
 def _drawn(

@@ -91,7 +91,7 @@ class CudaClock:
         if key not in self._call_s:
             self._call_s[key] = median(self.block(calls, LEAST_CALLS))
         num = min(MOST_CALLS, max(LEAST_CALLS, math.ceil(min_s / self._call_s[key])))
-        return self.block(calls, num)
+        return self.block(calls, math.ceil(num / len(calls)) * len(calls))
 
     def forget(self) -> None:
         """Calls that were timed are gone: their ids may come again for others."""

@@ -1,19 +1,22 @@
 """Ratio of two measurements that took turns, and what may be said of it: SAME, FAST, SLOW or AMBG.
 
-A block is champion, candidate, candidate, champion (A B B A): whatever drifts linearly within it cancels. A block
-gives one log ratio, of the medians of its turns. Over blocks the estimate is a trimmed mean, so that a stall in one
-block does not decide, and its interval a bootstrap's (Efron 1979): resampled blocks give the standard error, Student's
-t for what trimming leaves (Yuen 1974) the width. Plain percentiles of eight blocks cover too little, and know nothing
-of the far tails that a correction over many cells asks for.
+A block is champion, candidate, candidate, champion (A B B A): whatever drifts linearly within it cancels. Each side
+rotates its calls over replicas of its buffers, since where buffers lie moves a short kernel by more than the margin.
+So a ratio has two errors, both random and both counted: of blocks, which more blocks make smaller, and of replicas,
+which only more replicas do. Over blocks the estimate is a trimmed mean, so that a stall in one block does not decide;
+its error is a bootstrap's (Efron 1979), with the degrees of freedom that trimming leaves (Yuen 1974). The error of
+replicas is that of a difference of two means, the degrees of freedom of the sum Satterthwaite's (1946).
 
-The confidence is corrected for every cell and every look (Bonferroni), since a cell that is ambiguous is looked at
-again with more blocks: see `corrected`.
+Over the cells of a run the share of wrong verdicts among those given is held at FALSE_SHARE: as many cells are decided
+as stay decided by their intervals at confidence 1 - FALSE_SHARE * decided / cells (Benjamini and Hochberg 1995; the
+intervals are Benjamini and Yekutieli's of 2005).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -22,49 +25,76 @@ from scipy import stats
 from gates.statistics import Interval
 
 Verdict = Literal["SAME", "FAST", "SLOW", "AMBG"]
+Turn = Sequence[float]  # seconds of calls; call i was on replica i modulo their number
 
 TRIM = 0.2  # share of the blocks left out at either end
-#: Share of verdicts that may be wrong, over all cells and looks of a run.
-FAMILY_ALPHA = 0.05
-_NUM_RESAMPLES = 2000
+FALSE_SHARE = 0.05
+MIN_BLOCKS = 4
+_NUM_RESAMPLES = 1000
 
 
-def block_log_ratio(turns: Sequence[tuple[str, Sequence[float]]], champion: str, candidate: str) -> float:
-    """Log ratio candidate over champion of one block: who had each turn, and the seconds of its calls."""
-    medians: dict[str, list[float]] = {champion: [], candidate: []}
-    for name, seconds in turns:
-        medians[name].append(math.log(float(np.median(seconds))))
-    return float(np.mean(medians[candidate]) - np.mean(medians[champion]))
+@dataclass(frozen=True)
+class Side:
+    """One side of one cell: two turns a block, all blocks with the same replicas."""
+
+    turns: tuple[Turn, ...]
+    num_replicas: int
+
+    def replica_levels(self) -> list[float]:
+        """Log seconds of each replica: mean over turns of the median of its calls, less the turn's own level."""
+        levels: list[list[float]] = [[] for _ in range(self.num_replicas)]
+        for turn in self.turns:
+            level = math.log(float(np.median(turn)))
+            for replica in range(min(self.num_replicas, len(turn))):
+                levels[replica].append(math.log(float(np.median(turn[replica :: self.num_replicas]))) - level)
+        return [float(np.mean(one)) for one in levels if one]
 
 
-def corrected(num_cells: int, num_looks: int, alpha: float = FAMILY_ALPHA) -> float:
-    """Two-sided confidence of one interval, so that all intervals of a run hold together with 1 - alpha."""
-    return 1 - alpha / (max(1, num_cells) * max(1, num_looks))
+@dataclass(frozen=True)
+class Estimate:
+    """Log ratio candidate / champion of a cell, with its standard error; NaN and infinite for too few blocks."""
+
+    log_ratio: float
+    error: float
+    degrees: float
+    num_blocks: int
+
+    def interval(self, confidence: float) -> Interval:
+        """The ratio with a two-sided interval."""
+        if not math.isfinite(self.error):
+            low, high = (math.nan, math.nan) if math.isnan(self.error) else (0.0, math.inf)
+            return Interval(math.exp(self.log_ratio), low, high)
+        half = float(stats.t.ppf((1 + confidence) / 2, self.degrees)) * self.error
+        return Interval(*(math.exp(self.log_ratio + x) for x in (0.0, -half, half)))
 
 
-def looks(first: int, last: int) -> tuple[int, ...]:
-    """Numbers of blocks at which a cell is looked at: doubled from `first` until `last`."""
-    found = [first]
-    while found[-1] < last:
-        found.append(min(last, 2 * found[-1]))
-    return tuple(found)
+def block_log_ratios(champion: Side, candidate: Side) -> list[float]:
+    """Log ratio of every block, of the medians of its turns."""
+    theirs, ours = ([math.log(float(np.median(turn))) for turn in side.turns] for side in (champion, candidate))
+    return [(ours[i] + ours[i + 1] - theirs[i] - theirs[i + 1]) / 2 for i in range(0, len(ours) - 1, 2)]
 
 
-def paired_ratio(log_ratios: Sequence[float], confidence: float) -> Interval:
-    """Ratio with a two-sided interval at `confidence`; (0, inf) for fewer than four blocks, NaN for NaN."""
-    blocks = np.asarray(log_ratios, float)
+def estimate(builds: Sequence[tuple[Side, Side]]) -> Estimate:
+    """Of a cell that was built once or several times, each time with replicas of its own: (champion, candidate)."""
+    blocks = np.array([ratio for build in builds for ratio in block_log_ratios(*build)])
     if np.isnan(blocks).any():
-        return Interval(math.nan, math.nan, math.nan)
-    if len(blocks) < 4:
-        return Interval(math.exp(float(blocks.mean())) if len(blocks) else math.nan, 0.0, math.inf)
-    num_cut = int(TRIM * len(blocks))
+        return Estimate(math.nan, math.nan, 1.0, len(blocks))
+    if len(blocks) < MIN_BLOCKS:
+        return Estimate(float(blocks.mean()) if len(blocks) else math.nan, math.inf, 1.0, len(blocks))
     centre = float(stats.trim_mean(blocks, TRIM))
     draws = np.random.default_rng(0).integers(len(blocks), size=(_NUM_RESAMPLES, len(blocks)))
-    resampled = stats.trim_mean(blocks[draws], TRIM, axis=1)
     # A bootstrap's spread is narrow by sqrt((n - 1) / n).
-    error = float(resampled.std(ddof=1)) * math.sqrt(len(blocks) / (len(blocks) - 1))
-    half = float(stats.t.ppf((1 + confidence) / 2, len(blocks) - 2 * num_cut - 1)) * error
-    return Interval(math.exp(centre), math.exp(centre - half), math.exp(centre + half))
+    of_blocks = float(np.var(stats.trim_mean(blocks[draws], TRIM, axis=1), ddof=1)) * len(blocks) / (len(blocks) - 1)
+    parts = [(of_blocks, len(blocks) - 2 * int(TRIM * len(blocks)) - 1)]
+    for nth in (0, 1):
+        levels = [build[nth].replica_levels() for build in builds]
+        num, free = sum(map(len, levels)), sum(len(one) - 1 for one in levels)
+        if free > 0:
+            pooled = sum(float(np.var(one, ddof=1)) * (len(one) - 1) for one in levels if len(one) > 1) / free
+            parts.append((pooled / num, free))
+    total = sum(variance for variance, _ in parts)
+    degrees = total**2 / sum(variance**2 / free for variance, free in parts) if total > 0 else 1.0
+    return Estimate(centre, math.sqrt(total), max(1.0, degrees), len(blocks))
 
 
 def verdict(interval: Interval, margin: float) -> Verdict:
@@ -75,3 +105,25 @@ def verdict(interval: Interval, margin: float) -> Verdict:
         return "FAST"
     inside = interval.low >= 1 / (1 + margin) and interval.high <= 1 + margin
     return "SAME" if inside else "AMBG"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The verdict of a cell, and the interval that it is told by."""
+
+    interval: Interval
+    verdict: Verdict
+    confidence: float
+
+
+def judge(estimates: Sequence[Estimate], margin: float) -> list[Judged]:
+    """Verdicts of all cells of a run together: as many as can be given at once with FALSE_SHARE of them wrong."""
+    num = len(estimates)
+    found: list[Judged] = []
+    for decided in range(num, 0, -1):
+        confidence = 1 - FALSE_SHARE * decided / num
+        intervals = [one.interval(confidence) for one in estimates]
+        found = [Judged(interval, verdict(interval, margin), confidence) for interval in intervals]
+        if sum(one.verdict != "AMBG" for one in found) >= decided:
+            break
+    return found

@@ -12,27 +12,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-from data.candidate import OWN
-from data.mix import load_mix
 
 from attention.cases import AttentionCase
 from attention.job import BenchJob
 from attention.model_config import read_config, resolve_dtype
+from data.candidate import OWN
+from data.mix import load_mix
 from data.plan import TrafficScale
 from data.requests import MIN_OUTPUT, MIN_TOKENS, Bucket, RequestLength, lengths, scale, shape_weights
 from gates import baseline as gate
-from gates.paired_ratio import corrected, looks
 from tasks import first_calls
 from tasks.context import SIDES, Context, Side, StageOutcome
-from tasks.measurement import Contender, Crew, Metric, Rule, compare, noise_floor
+from tasks.measurement import Compared, Contender, Crew, Effort, Metric, Pair, compare, noise_floor
 from tasks.perf_rows import Cell, Who, backend_row, ceiling_rows, pair_row, sample_rows
 
 DECODE_BATCH = 4
 TWIN = "champion-again"
-#: A cell may use so many times its even share of what is left of the budget: most need less.
-_SHARE_OF_BUDGET = 3.0
 _FAMILIES = (("prefill", "ttft_s"), ("decode", "tpot_s"), ("extend", None))
 
 
@@ -45,21 +40,13 @@ def run(context: Context) -> StageOutcome:
     with Crew(contenders, context.work) as crew:
         cells = list(plan_cells(context, traffic))  # while the workers load
         crew.wait_ready()
-        rule = _rule(context, crew, cells)
-        deadline = time.monotonic() + plan.budget_s
-        for number, cell in enumerate(cells, start=1):
-            left = deadline - time.monotonic()
-            until = time.monotonic() + max(0.0, _SHARE_OF_BUDGET * left / (len(cells) - number + 1))
-            said = _measure(context, crew, cell, rule, min(until, deadline))
-            context.say(
-                f"baseline: cell {number} of {len(cells)}: {cell.metric} {cell.bucket.shape_bucket} "
-                f"{cell.case.execution}: {said}"
-            )
+        floor = _floor(context, crew, cells)
+        _compare(context, crew, cells, floor)
         resolved = {side: crew.worker(side).resolved for side in SIDES}
     if plan.startup:  # with the machine to themselves
         first_calls.run(context, [cell.case for cell in cells if cell.metric == "kernel_s"], resolved)
     report = gate.judge(context.lake, context.release_id, context.plan)
-    return StageOutcome(report, {"cells": len(cells), "aa_floor": rule["aa_floor"]})
+    return StageOutcome(report, {"cells": len(cells), "aa_floor": floor})
 
 
 def request_lengths(context: Context) -> list[RequestLength]:
@@ -132,43 +119,51 @@ def _who(crew: Crew, side: Side, cell: Cell) -> Who:
     return Who(side, worker.fingerprint_id, worker.resolved[cell.case.phase], worker.device_name)
 
 
-def _rule(context: Context, crew: Crew, cells: Sequence[Cell]) -> dict[str, Any]:
-    """Columns of perf_cells that say how it was judged: the champion against itself, on the heaviest cell of each
-    family, gives the floor."""
+def _effort(context: Context, margin: float) -> Effort:
     plan = context.plan.baseline
-    at = looks(plan.blocks, plan.max_blocks)
-    confidence = corrected(len(cells), len(at))
+    deadline = time.monotonic() + plan.budget_s
+    return Effort(plan.blocks, plan.max_blocks, margin, plan.min_block_s, deadline)
+
+
+def _floor(context: Context, crew: Crew, cells: Sequence[Cell]) -> float:
+    """The champion against itself, on the heaviest cell of each family."""
     heaviest: dict[str, AttentionCase] = {}
     for cell in cells:
         if cell.metric == "kernel_s":
             heaviest.setdefault(cell.bucket.family, cell.case)
-    rule = Rule(at, confidence, plan.margin)
-    floor = noise_floor(crew, list(heaviest.values()), "champion", TWIN, rule, min_s=plan.min_block_s)
+    effort = _effort(context, context.plan.baseline.margin)
+    floor = noise_floor(crew, list(heaviest.values()), "champion", TWIN, effort)
     context.say(f"baseline: the champion is within {100 * floor:.2g} % of itself")
-    return {"margin": max(plan.margin, floor), "aa_floor": floor, "confidence": confidence}
+    return floor
 
 
-def _measure(context: Context, crew: Crew, cell: Cell, rule: dict[str, Any], deadline: float) -> str:
-    plan = context.plan.baseline
-    judged = Rule(looks(plan.blocks, plan.max_blocks), rule["confidence"], rule["margin"])
-    compared = compare(
-        crew,
-        cell.case,
-        "champion",
-        "candidate",
-        judged,
-        min_s=plan.min_block_s,
-        metric=cell.metric,
-        deadline=deadline,
-    )
-    run = compared.run
-    who = {side: _who(crew, side, cell) for side in SIDES}
-    mix = context.candidate.candidate.traffic.mix
-    context.write("perf_samples", [row for side in SIDES for row in sample_rows(cell, run, side, who[side])])
-    context.write("perf_backends", [backend_row(cell, run, side, who[side], mix) for side in SIDES])
-    context.write("perf_ceilings", ceiling_rows(cell, run, who["champion"]))
-    pair = pair_row(cell, compared, rule, who["champion"], who["candidate"])
-    if pair is None:
-        return "; ".join(f"{name} {answer.outcome}: {answer.error}" for name, answer in run.lost.items())
-    context.write("perf_cells", [pair])
-    return f"{pair['verdict']} {pair['ratio']:.3f} ({pair['ratio_low']:.3f} to {pair['ratio_high']:.3f})"
+def _compare(context: Context, crew: Crew, cells: Sequence[Cell], floor: float) -> None:
+    """Champion beside candidate on all cells, and their rows: samples as they come, the rest once all are judged."""
+    how = {"margin": max(context.plan.baseline.margin, floor), "aa_floor": floor}
+    by_pair = {Pair(cell.case, cell.metric): cell for cell in cells}
+
+    def heard(one: Compared) -> None:
+        cell = by_pair[one.pair]
+        first_block = one.num_blocks - one.runs[-1].num_blocks
+        rows = [row for side in SIDES for row in sample_rows(cell, one.runs[-1], side, _who(crew, side, cell))]
+        context.write("perf_samples", [{**row, "block": row["block"] + first_block} for row in rows])
+        context.say(f"baseline: {cell.metric} {cell.bucket.shape_bucket}: {one.num_blocks} blocks, {one.seconds:.1f} s")
+
+    found = compare(crew, list(by_pair), "champion", "candidate", _effort(context, how["margin"]), heard=heard)
+    for one in found:
+        cell, run = by_pair[one.pair], one.run
+        who = {side: _who(crew, side, cell) for side in SIDES}
+        mix = context.candidate.candidate.traffic.mix
+        context.write("perf_backends", [backend_row(cell, run, side, who[side], mix) for side in SIDES])
+        context.write("perf_ceilings", ceiling_rows(cell, run, who["champion"]))
+        if one.judged is not None:
+            context.write("perf_cells", [pair_row(cell, run, one.judged, how, who["champion"], who["candidate"])])
+        context.say(f"baseline: {cell.metric} {cell.bucket.shape_bucket}: {_told(one)}")
+
+
+def _told(one: Compared) -> str:
+    """`SLOW 1.053 (1.041 to 1.065)`, or why there is no verdict."""
+    if one.judged is None:
+        return "; ".join(f"{name} {answer.outcome}: {answer.error}" for name, answer in one.run.lost.items())
+    interval = one.judged.interval
+    return f"{one.judged.verdict} {interval.value:.3f} ({interval.low:.3f} to {interval.high:.3f})"

@@ -2,7 +2,7 @@
 
     with Crew(contenders, folder) as crew:
         run = survey(crew, case, blocks=6, min_s=0.01)
-        run = compare(crew, case, "champion", "candidate", rule, min_s=0.01)
+        found = compare(crew, [Pair(case)], "champion", "candidate", effort)
 
 A contender is a resident worker in its own environment. One that crashes, hangs or loses its device gets an outcome
 instead of seconds for that case, and a fresh process for the next. Free of Prefect, DuckDB and torch, so that it runs
@@ -11,9 +11,10 @@ wherever a GPU is.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -24,8 +25,7 @@ from attention.cases import AttentionCase
 from attention.job import BenchCommand, BenchJob, BenchSample
 from attention.roofline import Ceilings
 from data.environment import Environment
-from gates.paired_ratio import Verdict, block_log_ratio, paired_ratio, verdict
-from gates.statistics import Interval
+from gates.paired_ratio import Estimate, Judged, Side, estimate, judge
 from tasks.environment import Job, MeasureError, Worker, WorkerSilentError
 
 Metric = Literal["kernel_s", "ttft_s", "tpot_s"]
@@ -33,6 +33,8 @@ Metric = Literal["kernel_s", "ttft_s", "tpot_s"]
 ASK_TIMEOUT_S = 180.0  # of one command; a first call may compile
 _DEVICE_LOST = ("illegal_access", "crashed", "timed_out")
 _CEILING_S = 0.002  # a ceiling's block is its least number of calls
+_CEILING_BLOCKS = 6  # of one build: more would say the same
+SURVEY_REPLICAS, PAIR_REPLICAS = 2, 16
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,12 @@ class Crew:
             self._ready.add(name)
         return self._workers[name]
 
-    def ask(self, name: str, case: AttentionCase, metric: str, min_s: float) -> BenchSample:
-        """One turn of a contender. A lost worker is an answer with its outcome."""
+    def ask(self, name: str, command: BenchCommand) -> BenchSample:
+        """One turn of a contender, on its own backend unless the command names one. A lost worker is an answer with
+        its outcome."""
         one = self.contenders[name]
-        command = BenchCommand(
-            metric=metric,
-            case=case,
-            min_s=min_s,
-            backend=one.backend if metric == "kernel_s" else None,
-            slowdown=one.slowdown if metric != "matmul_s" and metric != "read_s" else 0.0,
-        )
+        own = {"backend": command.backend or one.backend, "slowdown": one.slowdown}
+        command = command.model_copy(update=own if command.metric == "kernel_s" else {})
         try:
             answer = BenchSample.model_validate(self.worker(name).ask(command, self._timeout_s))
         except WorkerSilentError as error:
@@ -114,9 +112,10 @@ class Crew:
 
 @dataclass
 class Run:
-    """What one case showed: in `turns[name]` the seconds of each turn, two a block; in `lost[name]` why there are none."""
+    """What one build of one case showed: in `turns[name]` the seconds of each turn, two a block; in `lost[name]` why
+    there are none."""
 
-    case: AttentionCase
+    command: BenchCommand
     turns: dict[str, list[tuple[float, ...]]] = field(default_factory=lambda: defaultdict(list))
     first: dict[str, BenchSample] = field(default_factory=dict)
     last: dict[str, BenchSample] = field(default_factory=dict)
@@ -133,16 +132,8 @@ class Run:
         turns = self.turns[name]
         return [median((*turns[i], *turns[i + 1])) for i in range(0, len(turns) - 1, 2)]
 
-    def log_ratios(self, champion: str, candidate: str) -> list[float]:
-        """One a block, of turns in the order in which they were taken."""
-        return [
-            block_log_ratio(
-                [(name, self.turns[name][i]) for name in (champion, candidate) for i in (2 * block, 2 * block + 1)],
-                champion,
-                candidate,
-            )
-            for block in range(self.num_blocks)
-        ]
+    def side(self, name: str) -> Side:
+        return Side(tuple(self.turns[name]), self.first[name].num_replicas)
 
     def machine(self) -> Ceilings | None:
         """The machine's ceilings beside this case: medians over blocks; None where they were not measured."""
@@ -152,101 +143,151 @@ class Run:
         return Ceilings(flops_per_s=rates["matmul"], bytes_per_s=rates["read"])
 
 
-def survey(
-    crew: Crew,
-    case: AttentionCase,
-    *,
-    blocks: int,
-    min_s: float,
-    metric: Metric = "kernel_s",
-    names: Sequence[str] | None = None,
-) -> Run:
+def merged(runs: Sequence[Run]) -> Run:
+    """All builds of a case as one: their turns one after the other, the first build's first answers; a contender that
+    was lost in one of them is lost."""
+    whole = Run(runs[0].command, first=dict(runs[0].first))
+    for run in runs:
+        whole.num_blocks += run.num_blocks
+        whole.last |= run.last
+        whole.lost |= run.lost
+        for name, turns in run.turns.items():
+            whole.turns[name] += turns
+        for kind, rows in run.ceilings.items():
+            whole.ceilings[kind] += rows
+    for name in whole.lost:
+        whole.first.pop(name, None)
+        whole.turns.pop(name, None)
+    return whole
+
+
+def survey(crew: Crew, case: AttentionCase, *, blocks: int, min_s: float, names: Sequence[str] | None = None) -> Run:
     """All contenders on one case, in turns, `blocks` times."""
-    run = _begin(crew, case, metric, min_s, list(names or crew.contenders))
-    for _ in range(blocks):
-        _block(crew, run, metric, min_s)
-    return run
+    command = BenchCommand(metric="kernel_s", case=case, min_s=min_s, replicas=SURVEY_REPLICAS)
+    return _run(crew, command, names or list(crew.contenders), blocks, least=1)
 
 
 @dataclass(frozen=True)
-class Rule:
-    """When to stop, and what to say: blocks at which one looks, confidence of an interval, margin of SAME."""
+class Effort:
+    """How long to measure, and which difference is none: blocks of one build, the most of all builds, the margin of
+    SAME, and when the time is over (of `time.monotonic`)."""
 
-    looks: tuple[int, ...]
-    confidence: float
+    blocks: int
+    max_blocks: int
     margin: float
+    min_s: float
+    deadline: float = math.inf
 
 
 @dataclass(frozen=True)
-class Compared:
-    """A ratio candidate / champion of a case, and what may be said of it; no interval where one of them was lost."""
+class Pair:
+    """One case for two contenders to be compared on; `backend` where it is neither's own choice."""
 
-    run: Run
-    interval: Interval | None
-    verdict: Verdict | None
+    case: AttentionCase
+    metric: Metric = "kernel_s"
+    backend: str | None = None
+
+
+@dataclass
+class Compared:
+    """What came of a pair; nothing is judged where one of the two was lost."""
+
+    pair: Pair
+    runs: list[Run] = field(default_factory=list)
+    judged: Judged | None = None
+    seconds: float = 0.0  # that measuring took
+
+    @property
+    def run(self) -> Run:
+        return merged(self.runs)
+
+    @property
+    def is_lost(self) -> bool:
+        return any(run.lost for run in self.runs)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(run.num_blocks for run in self.runs)
+
+    def estimate(self, champion: str, candidate: str) -> Estimate:
+        return estimate([(run.side(champion), run.side(candidate)) for run in self.runs])
 
 
 def compare(
     crew: Crew,
-    case: AttentionCase,
+    pairs: Sequence[Pair],
     champion: str,
     candidate: str,
-    rule: Rule,
+    effort: Effort,
     *,
-    min_s: float,
-    metric: Metric = "kernel_s",
-    deadline: float | None = None,
-) -> Compared:
-    """Two contenders on one case, with more blocks while the verdict is AMBG, up to the last look or the deadline
-    (of `time.monotonic`)."""
-    run = _begin(crew, case, metric, min_s, [champion, candidate])
-    interval, said = None, None
-    for num in rule.looks:
-        while run.num_blocks < num and not run.lost:
-            _block(crew, run, metric, min_s)
-        if run.lost:
-            return Compared(run, None, None)
-        interval = paired_ratio(run.log_ratios(champion, candidate), rule.confidence)
-        said = verdict(interval, rule.margin)
-        if said != "AMBG" or (deadline is not None and time.monotonic() >= deadline):
+    heard: Callable[[Compared], None] = lambda one: None,
+) -> list[Compared]:
+    """Two contenders on several cases, judged together. A pair that is ambiguous is built again, with other buffers,
+    and measured longer, until none is, none may be, or the time is over. `heard` after every build of a pair."""
+    found = [Compared(pair) for pair in pairs]
+    left = found
+    while left:
+        for one in left:
+            if one.runs and time.monotonic() >= effort.deadline:
+                break
+            began = time.monotonic()
+            command = BenchCommand(
+                metric=one.pair.metric,
+                case=one.pair.case,
+                min_s=effort.min_s,
+                backend=one.pair.backend,
+                replicas=PAIR_REPLICAS,
+                build=len(one.runs),
+            )
+            one.runs.append(_run(crew, command, [champion, candidate], effort.blocks, least=2))
+            one.seconds += time.monotonic() - began
+            heard(one)
+        whole = [one for one in found if not one.is_lost]
+        judged = judge([one.estimate(champion, candidate) for one in whole], effort.margin)
+        for one, told in zip(whole, judged, strict=True):
+            one.judged = told
+        if time.monotonic() >= effort.deadline:
             break
-    return Compared(run, interval, said)
+        left = [o for o in whole if o.judged and o.judged.verdict == "AMBG" and o.num_blocks < effort.max_blocks]
+    return found
 
 
-def noise_floor(crew: Crew, cases: Sequence[AttentionCase], one: str, twin: str, rule: Rule, *, min_s: float) -> float:
+def noise_floor(crew: Crew, cases: Sequence[AttentionCase], one: str, twin: str, effort: Effort) -> float:
     """Today's floor of this machine: how far from 1 the ratio of two equal contenders came, at most, over some cases.
 
-    A distance (0.007: 0.7 %). What differs between equal processes, such as where their buffers lie, does not average
-    out with more blocks, and so is not in any interval. 0.0 where nothing could be measured: those cases will tell it.
+    A distance (0.007: 0.7 %). What differs between equal processes for their lifetime is in no interval. 0.0 where
+    nothing could be measured: those cases will tell it.
     """
-    floor = 0.0
-    for case in cases:
-        found = compare(crew, case, one, twin, rule, min_s=min_s)
-        if found.interval is not None:
-            floor = max(floor, found.interval.value - 1, 1 / found.interval.value - 1)
-    return floor
+    found = compare(crew, [Pair(case) for case in cases], one, twin, effort)
+    ratios = [pair.judged.interval.value for pair in found if pair.judged is not None]
+    return max((max(ratio, 1 / ratio) - 1 for ratio in ratios), default=0.0)
 
 
-def _begin(crew: Crew, case: AttentionCase, metric: Metric, min_s: float, names: list[str]) -> Run:
-    """The first turn of each: it builds and warms up, and is not counted."""
-    run = Run(case)
+def _run(crew: Crew, command: BenchCommand, names: Sequence[str], blocks: int, *, least: int) -> Run:
+    """One build: the first turn of each makes it ready and warms it up, and is not counted. It ends when fewer than
+    `least` are left."""
+    run = Run(command)
     for name in names:
-        answer = crew.ask(name, case, metric, min_s)
+        answer = crew.ask(name, command)
         if answer.outcome == "measured":
             run.first[name] = answer
         else:
             run.lost[name] = answer
+    for _ in range(blocks):
+        if len(run.first) < least:
+            break
+        _block(crew, run)
     return run
 
 
-def _block(crew: Crew, run: Run, metric: Metric, min_s: float) -> None:
+def _block(crew: Crew, run: Run) -> None:
     """A B B A, then the ceilings. Who is lost on the way is out of this case, with the seconds that it gave."""
     names = list(run.first)
     turns: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for name in (*names, *reversed(names)):
         if name in run.lost:
             continue
-        answer = crew.ask(name, run.case, metric, min_s)
+        answer = crew.ask(name, run.command)
         if answer.outcome == "measured":
             turns[name].append(answer.seconds)
             run.last[name] = answer
@@ -259,7 +300,7 @@ def _block(crew: Crew, run: Run, metric: Metric, min_s: float) -> None:
         run.first.pop(name, None)
         run.turns.pop(name, None)
     run.num_blocks += 1
-    if metric == "kernel_s" and run.first:
+    if run.command.metric == "kernel_s" and run.first and run.num_blocks <= _CEILING_BLOCKS:
         _ceilings(crew, run)
 
 
@@ -268,6 +309,7 @@ def _ceilings(crew: Crew, run: Run) -> None:
     names = list(run.first)
     name = names[run.num_blocks % len(names)]
     for kind in ("matmul", "read"):
-        answer = crew.ask(name, run.case, f"{kind}_s", _CEILING_S)
+        command = BenchCommand.model_validate({"metric": f"{kind}_s", "case": run.command.case, "min_s": _CEILING_S})
+        answer = crew.ask(name, command)
         if answer.outcome == "measured" and answer.work:
             run.ceilings[kind].append((median(answer.seconds), answer.work))

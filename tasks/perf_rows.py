@@ -11,7 +11,8 @@ import numpy as np
 from attention.cases import AttentionCase
 from attention.roofline import Ceilings, datasheet_of, limit_of, too_fast
 from data.requests import Bucket
-from tasks.measurement import Compared, Metric, Run
+from gates.paired_ratio import Judged
+from tasks.measurement import Metric, Run
 
 Row = dict[str, Any]
 
@@ -137,11 +138,8 @@ def _against_the_machine(cell: Cell, machine: Ceilings | None, p50: float, who: 
     return row
 
 
-def pair_row(cell: Cell, compared: Compared, rule_columns: Row, champion: Who, candidate: Who) -> Row | None:
-    """perf_cells: the ratio candidate / champion, paired by block; None where one of them was lost."""
-    if compared.interval is None:
-        return None
-    run, interval = compared.run, compared.interval
+def pair_row(cell: Cell, run: Run, judged: Judged, how: Row, champion: Who, candidate: Who) -> Row:
+    """perf_cells: the ratio candidate / champion, paired by block; `how` are columns that all cells of a run share."""
     theirs, ours = run.seconds(champion.side), run.seconds(candidate.side)
     return {
         "side": "candidate",
@@ -154,10 +152,11 @@ def pair_row(cell: Cell, compared: Compared, rule_columns: Row, champion: Who, c
         "candidate_p50_s": median(ours),
         "candidate_p95_s": float(np.quantile(ours, 0.95)),
         "candidate_p99_s": float(np.quantile(ours, 0.99)),
-        "ratio": interval.value,
-        "ratio_low": interval.low,
-        "ratio_high": interval.high,
-        "verdict": compared.verdict,
+        "ratio": judged.interval.value,
+        "ratio_low": judged.interval.low,
+        "ratio_high": judged.interval.high,
+        "verdict": judged.verdict,
+        "confidence": judged.confidence,
         "num_blocks": run.num_blocks,
-        **rule_columns,
+        **how,
     }

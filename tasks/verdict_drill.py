@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
@@ -23,27 +24,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from attention.cases import AttentionCase
 from attention.errors import UserError, exit_code
 from attention.flags import check_count, check_seconds
-from attention.job import BenchJob
+from attention.job import BenchCommand, BenchJob
 from attention.matrix import declared_reasons
 from attention.replaced import replaced
 from data.baseline_matrix import BaselineMatrix, cells, load_matrix
 from data.environment import load_environment
 from data.mix import load_mix
-from gates.paired_ratio import corrected, looks
-from tasks.measurement import Contender, Crew, Rule, compare, noise_floor
+from tasks.measurement import Compared, Contender, Crew, Effort, Pair, compare, noise_floor
 from tasks.survey import setup_of_shape
 
 Pass = Literal["equal", "5 % slower", "2 % slower"]
 
 PASSES: dict[Pass, float] = {"equal": 0.0, "5 % slower": 0.05, "2 % slower": 0.02}
 MARGIN = 0.01
-FIRST_BLOCKS, MOST_BLOCKS = 8, 32
+FIRST_BLOCKS, MOST_BLOCKS = 8, 48
 _MIN_BLOCK_S = 0.01
-#: A cell may use so many times its even share of what is left of the budget: most need less.
-_SHARE_OF_BUDGET = 3.0
 
 
 @dataclass(frozen=True)
@@ -73,10 +70,10 @@ class Verdict:
         return self.said == "FAST" or (self.said == "SAME" and share > self.margin)
 
 
-def drillable(matrix: BaselineMatrix, mix: str, device: str) -> list[tuple[str, AttentionCase]]:
+def drillable(matrix: BaselineMatrix, mix: str, device: str) -> list[Pair]:
     """Pairs of a backend and a case that its declared rules let run, in an order that a fixed seed gives."""
     found = [
-        (backend, one.case)
+        Pair(one.case, backend=backend)
         for one in cells(matrix, load_mix(mix))
         for backend in matrix.contenders()
         if not declared_reasons(backend, one.case, device=device)
@@ -99,58 +96,55 @@ def drill(
 ) -> None:
     """All passes over `num` cells, of which the first pass takes those that run; each pass may use `budget_s`."""
     offered = drillable(matrix, mix, device)
-    setup = setup_of_shape(offered[0][1], matrix.contenders(), device, work)
+    setup = setup_of_shape(offered[0].case, matrix.contenders(), device, work)
     base = Contender("champion", BenchJob(setup=setup), load_environment("current"))
-    at = looks(FIRST_BLOCKS, MOST_BLOCKS)
-    rule = Rule(at, corrected(num, len(at)), MARGIN)
-    kept: list[tuple[str, AttentionCase]] = []
     with Crew([base, replace(base, name="candidate")], work) as crew:
         crew.wait_ready()
-        _on(crew, base, offered[0][0], 0.0)
-        floor = noise_floor(crew, [offered[0][1]], "champion", "candidate", rule, min_s=_MIN_BLOCK_S)
-        rule = replace(rule, margin=max(MARGIN, floor))
+        chosen = _running(crew, offered, num)
+        floor = noise_floor(crew, [chosen[0].case], "champion", "candidate", _effort(MARGIN, budget_s))
         for drilled, share in PASSES.items():
-            began, num_done = time.monotonic(), 0
-            for backend, case in kept if drilled != "equal" else offered:
-                left = float("inf") if budget_s is None else budget_s - (time.monotonic() - began)
-                until = time.monotonic() + max(0.0, _SHARE_OF_BUDGET * left / (num - num_done))
-                _on(crew, base, backend, share)
-                one = _verdict(crew, drilled, backend, case, rule, until)
-                if drilled == "equal" and one.error is not None and " refused: " in one.error:
-                    continue  # a plan may refuse what rules let through
-                heard(one)
-                num_done += 1
-                if drilled == "equal":
-                    kept.append((backend, case))
-                if num_done == num:
-                    break
+            crew.contenders["candidate"] = replace(base, name="candidate", slowdown=share)
+            effort = _effort(max(MARGIN, floor), budget_s)
+            for one in compare(crew, chosen, "champion", "candidate", effort):
+                heard(_verdict(drilled, one, effort.margin))
 
 
-def _on(crew: Crew, base: Contender, backend: str, slowdown: float) -> None:
-    """Both processes on one backend, the candidate slower."""
-    crew.contenders["champion"] = replace(base, backend=backend)
-    crew.contenders["candidate"] = replace(base, name="candidate", backend=backend, slowdown=slowdown)
+def _effort(margin: float, budget_s: float | None) -> Effort:
+    deadline = math.inf if budget_s is None else time.monotonic() + budget_s
+    return Effort(FIRST_BLOCKS, MOST_BLOCKS, margin, _MIN_BLOCK_S, deadline)
 
 
-def _verdict(crew: Crew, drilled: Pass, backend: str, case: AttentionCase, rule: Rule, until: float) -> Verdict:
-    began = time.monotonic()
-    found = compare(crew, case, "champion", "candidate", rule, min_s=_MIN_BLOCK_S, deadline=until)
-    interval = found.interval
+def _running(crew: Crew, offered: Sequence[Pair], num: int) -> list[Pair]:
+    """The first `num` that are not refused: a plan may refuse what rules let through. First calls compile here, so that
+    the passes are of a warm service."""
+    found: list[Pair] = []
+    for pair in offered:
+        command = BenchCommand(metric="kernel_s", case=pair.case, min_s=0.0, backend=pair.backend)
+        answers = [crew.ask(name, command) for name in crew.contenders]
+        if all(answer.outcome != "refused" for answer in answers):
+            found.append(pair)
+        if len(found) == num:
+            return found
+    raise UserError(f"only {len(found)} cells of the matrix run here: ask for --cells {len(found)}")
+
+
+def _verdict(drilled: Pass, one: Compared, margin: float) -> Verdict:
+    case, interval = one.pair.case, None if one.judged is None else one.judged.interval
     pages = "" if case.page_size is None else f"/{case.page_size}"
     return Verdict(
         drilled=drilled,
-        backend=backend,
+        backend=str(one.pair.backend),
         case_id=case.case_id,
         layout=f"{case.layout}{pages}",
         execution=case.execution,
-        said=found.verdict,
+        said=None if one.judged is None else one.judged.verdict,
         ratio=None if interval is None else interval.value,
         low=None if interval is None else interval.low,
         high=None if interval is None else interval.high,
-        margin=rule.margin,
-        blocks=found.run.num_blocks,
-        seconds=time.monotonic() - began,
-        error="; ".join(f"{name} {one.outcome}: {one.error}" for name, one in found.run.lost.items()) or None,
+        margin=margin,
+        blocks=one.num_blocks,
+        seconds=one.seconds,
+        error="; ".join(f"{name} {answer.outcome}: {answer.error}" for name, answer in one.run.lost.items()) or None,
     )
 
 

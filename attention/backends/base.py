@@ -18,6 +18,9 @@ also of keys that window or mask hide: kernels multiply those by 0.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -166,6 +169,24 @@ class Planned:
         )
         if not same or any(new > old for new, old in zip(batch.kv_lens, self.batch.kv_lens, strict=True)):
             raise ValueError("a captured batch keeps members, q_lens and layout, and its kv_lens only shrink")
+
+
+_own_buffers: ContextVar[bool] = ContextVar("own_buffers", default=False)
+
+
+@contextmanager
+def own_buffers() -> Iterator[None]:
+    """Plans made inside share no buffer with others of this process, where they otherwise would: for measurement, to
+    which it matters where a buffer lies."""
+    token = _own_buffers.set(True)
+    try:
+        yield
+    finally:
+        _own_buffers.reset(token)
+
+
+def wants_own_buffers() -> bool:
+    return _own_buffers.get()
 
 
 class Backend(Protocol):

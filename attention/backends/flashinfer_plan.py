@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from attention.backends.base import AttentionSpec, Batch, Planned, alibi_slopes, positions_mask
+from attention.backends.base import (
+    AttentionSpec,
+    Batch,
+    Planned,
+    alibi_slopes,
+    positions_mask,
+    wants_own_buffers,
+)
 from attention.errors import UserError
 
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
@@ -22,15 +29,17 @@ _workspaces: dict[tuple[torch.device, bool], torch.Tensor] = {}
 
 
 def workspace(device: torch.device, *, counters: bool = False) -> torch.Tensor:
-    """FlashInfer's scratch memory of a device, uint8 [WORKSPACE_BYTES], made once a process.
+    """FlashInfer's scratch memory of a device, uint8 [WORKSPACE_BYTES], made once a process (and for each plan that
+    wants buffers of its own).
 
     xqa and trtllm-gen keep counters in theirs, which start at zero and which they reset themselves; no other
     kernel may write there, so that they have one of their own (`counters`).
     """
     key = (device, counters)
-    if key not in _workspaces:
-        _workspaces[key] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    return _workspaces[key]
+    if key in _workspaces and not wants_own_buffers():
+        return _workspaces[key]
+    made = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return made if wants_own_buffers() else _workspaces.setdefault(key, made)
 
 
 def imported(backend: str, module: str = "flashinfer") -> Any:

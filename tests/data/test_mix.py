@@ -185,16 +185,18 @@ def test_synthetic_lengths_have_the_published_quantiles_and_mean() -> None:
 
 def test_a_histogram_keeps_tokens_and_requests_and_no_class_straddles_a_bucket() -> None:
     requests = [(1 + 37 * i % 9000, 0, 1 + i % 400) for i in range(3000)]
-    requests += [(600 + i, 512, 9) for i in range(300)]
+    requests += [(2100 + i % 1900, 512 * (1 + i % 4), 1 + i % 300) for i in range(2000)]
     rows = make_mixes.histogram(requests)
     assert len(rows) == make_mixes.MAX_CLASSES
     assert sum(row[3] for row in rows) == len(requests)
-    for column in (0, 2):
+    for column in (0, 1, 2):
         total = sum(row[column] * row[3] for row in rows)
         assert total == pytest.approx(sum(request[column] for request in requests), rel=5e-3)
-    uncached = weights(shape_weights([RequestLength("", p, o, c) for p, c, o in requests]), "prefill")
-    found = weights(shape_weights([RequestLength("", p, o, c, n) for p, c, o, n in rows]), "prefill")
-    assert found == pytest.approx(uncached, abs=2e-3)
+    exact = shape_weights([RequestLength("", p, o, c) for p, c, o in requests])
+    found = shape_weights([RequestLength("", p, o, c, n) for p, c, o, n in rows])
+    assert weights(found, "prefill") == pytest.approx(weights(exact, "prefill"), abs=2e-3)
+    [extend], [found_extend] = ([b for b in buckets if b.family == "extend"] for buckets in (exact, found))
+    assert found_extend.units == pytest.approx(extend.units, rel=0.01)
 
 
 def test_the_same_traces_give_the_same_bytes() -> None:

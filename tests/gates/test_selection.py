@@ -125,13 +125,13 @@ def test_the_interval_covers_the_true_gain_and_finds_it(num_rounds: int) -> None
     assert np.median([gain.high - gain.low for gain in gains]) < 0.03
 
 
-def test_a_stalled_round_does_not_decide() -> None:
-    rows = measured(TWO_BUCKETS, noise=0.002)
-    stalled = [
-        replace(row, rounds=(*row.rounds[:3], 50 * row.rounds[3], *row.rounds[4:])) if row.backend == "a" else row
-        for row in rows
-    ]
-    assert [choice.backend for choice in only(stalled).choices] == ["a", "b"]
+@pytest.mark.parametrize("stalled", range(8))
+def test_neither_a_stalled_round_nor_the_drift_of_the_machine_moves_a_ratio(stalled: int) -> None:
+    rows = measured({("decode", 1024, 1, 100.0): {"a": 1.0e-3, "b": 1.1e-3}}, noise=0, drift=0.3)
+    slow = tuple(s * (3 if r == stalled else 1) for r, s in enumerate(rows[0].rounds))
+    first, second = only([replace(rows[0], rounds=slow), rows[1]]).scores[:2]
+    assert (first.backend, second.backend) == ("a", "b")
+    assert (second.seconds or 0) / (first.seconds or 1) == pytest.approx(1.1)
 
 
 def test_too_few_rounds_are_never_a_gain() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -84,9 +85,7 @@ def test_a_side_that_always_holds_has_its_knee_at_the_highest_rate_and_one_that_
 
 def test_more_good_requests_never_lower_the_knee_and_more_requests_narrow_it() -> None:
     knees = [knee(levels(100, 160, good, 100), 0.9) for good in range(0, 201, 10)]
-    assert all(
-        a.value <= b.value and a.low <= b.low and a.high <= b.high for a, b in zip(knees, knees[1:], strict=False)
-    )
+    assert all(a.value <= b.value and a.low <= b.low and a.high <= b.high for a, b in pairwise(knees))
     few, many = knee(levels(*BENT), 0.9), knee(levels(*BENT, scale=20), 0.9)
     assert few.value == many.value
     assert many.high - many.low < 0.3 * (few.high - few.low)

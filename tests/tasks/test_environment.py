@@ -12,7 +12,16 @@ import pytest
 
 from attention.job import BenchJob, FingerprintJob, Setup
 from data.environment import Environment
-from tasks.environment import Job, MeasureError, WorkerSilentError, Worker, kill_running, measure, measure_all, serve_command
+from tasks.environment import (
+    Job,
+    MeasureError,
+    WorkerSilentError,
+    Worker,
+    kill_running,
+    measure,
+    measure_all,
+    serve_command,
+)
 
 MakeJob = Callable[..., Job]
 

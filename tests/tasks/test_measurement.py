@@ -7,22 +7,23 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from attention.cases import AttentionCase
-from attention.job import BenchJob, BenchSample, Setup
+from attention.job import BenchCommand, BenchJob, BenchSample, Setup
 from data.environment import Environment
-from gates.paired_ratio import looks
 from tasks import measurement
-from tasks.measurement import Contender, Crew, Rule, compare, survey
+from tasks.measurement import Contender, Crew, Effort, Pair, compare, noise_floor, survey
 
 CASE = AttentionCase(
     phase="decode", batch="2q1s64", heads_q=4, heads_kv=2, head_dim_qk=16, head_dim_vo=16, dtype="float32"
 )
-RULE = Rule(looks(4, 16), 0.99, 0.01)
+OTHER = CASE.model_copy(update={"batch": "q1s64"})
+EFFORT = Effort(blocks=4, max_blocks=16, margin=0.01, min_s=0.01)
 
 
 class Scripted:
@@ -30,17 +31,17 @@ class Scripted:
 
     def __init__(self, names: list[str], answer: Any) -> None:
         self.contenders = dict.fromkeys(names)
-        self.asked: list[tuple[str, str]] = []
+        self.asked: list[tuple[str, str, int]] = []
         self._answer = answer
 
-    def ask(self, name: str, case: AttentionCase, metric: str, min_s: float) -> BenchSample:
-        self.asked.append((name, metric))
-        found: BenchSample = self._answer(name, metric, len(self.asked))
+    def ask(self, name: str, command: BenchCommand) -> BenchSample:
+        self.asked.append((name, command.metric, command.build))
+        found: BenchSample = self._answer(name, command, len(self.asked))
         return found
 
 
-def steady(name: str, metric: str, nth: int) -> BenchSample:
-    if metric in ("matmul_s", "read_s"):
+def steady(name: str, command: BenchCommand, nth: int) -> BenchSample:
+    if command.metric in ("matmul_s", "read_s"):
         return BenchSample(seconds=(0.5,), work=100.0)
     return BenchSample(seconds=(1.0 if name == "a" else 2.0,) * 3, confirmed="torch_sdpa:math")
 
@@ -48,8 +49,8 @@ def steady(name: str, metric: str, nth: int) -> BenchSample:
 def test_a_block_is_a_b_b_a_and_the_ceilings_lie_between_blocks() -> None:
     crew: Any = Scripted(["a", "b"], steady)
     run = survey(crew, CASE, blocks=2, min_s=0.01)
-    block = [("a", "kernel_s"), ("b", "kernel_s"), ("b", "kernel_s"), ("a", "kernel_s")]
-    after = [[(name, "matmul_s"), (name, "read_s")] for name in "ba"]
+    block = [("a", "kernel_s", 0), ("b", "kernel_s", 0), ("b", "kernel_s", 0), ("a", "kernel_s", 0)]
+    after = [[(name, "matmul_s", 0), (name, "read_s", 0)] for name in "ba"]
     assert crew.asked == [*block[:2], *block, *after[0], *block, *after[1]]
     assert run.seconds("b") == [2.0] * 12
     assert run.block_medians("a") == [1.0, 1.0]
@@ -58,37 +59,66 @@ def test_a_block_is_a_b_b_a_and_the_ceilings_lie_between_blocks() -> None:
     assert (machine.flops_per_s, machine.bytes_per_s) == (200.0, 200.0)
 
 
-def test_a_clear_difference_needs_the_first_look_alone() -> None:
+def test_a_clear_difference_needs_one_build_alone() -> None:
     crew: Any = Scripted(["a", "b"], steady)
-    found = compare(crew, CASE, "a", "b", RULE, min_s=0.01)
-    assert (found.verdict, found.run.num_blocks) == ("SLOW", 4)
-    assert found.interval is not None
-    assert found.interval.value == pytest.approx(2.0)
+    [found] = compare(crew, [Pair(CASE)], "a", "b", EFFORT)
+    assert found.judged is not None
+    assert (found.judged.verdict, found.num_blocks, len(found.runs)) == ("SLOW", 4, 1)
+    assert found.judged.interval.value == pytest.approx(2.0)
 
 
-def test_an_ambiguous_one_gets_more_blocks_until_the_last_look_or_the_deadline() -> None:
-    def noisy(name: str, metric: str, nth: int) -> BenchSample:
-        return BenchSample(seconds=(1.0 + 0.2 * (hash((nth, 7)) % 100) / 100,) * 3, work=1.0)
+def noisy(name: str, command: BenchCommand, nth: int) -> BenchSample:
+    if command.case == OTHER:
+        return steady(name, command, nth)
+    return BenchSample(seconds=(1.0 + 0.2 * (hash((nth, 7)) % 100) / 100,) * 3, work=1.0)
 
+
+def test_only_what_is_ambiguous_is_built_again_until_its_last_block_or_the_deadline() -> None:
     crew: Any = Scripted(["a", "b"], noisy)
-    assert compare(crew, CASE, "a", "b", RULE, min_s=0.01).run.num_blocks == 16
-    hurried = compare(crew, CASE, "a", "b", RULE, min_s=0.01, deadline=time.monotonic())
-    assert (hurried.verdict, hurried.run.num_blocks) == ("AMBG", 4)
+    heard: list[Any] = []
+    found = compare(crew, [Pair(CASE), Pair(OTHER)], "a", "b", EFFORT, heard=heard.append)
+    assert [one.num_blocks for one in found] == [16, 4]
+    assert [one.pair.case for one in heard] == [CASE, OTHER, CASE, CASE, CASE]
+    assert {build for _, metric, build in crew.asked if metric == "kernel_s"} == {0, 1, 2, 3}, "with other buffers"
+    hurried = compare(crew, [Pair(CASE)], "a", "b", replace(EFFORT, deadline=time.monotonic()))
+    assert hurried[0].judged is not None
+    assert (hurried[0].judged.verdict, hurried[0].num_blocks) == ("AMBG", 4)
+
+
+def test_builds_of_a_case_are_one_run_in_the_end() -> None:
+    crew: Any = Scripted(["a", "b"], noisy)
+    [found] = compare(crew, [Pair(CASE)], "a", "b", EFFORT)
+    run = found.run
+    assert run.num_blocks == 16
+    assert len(run.turns["a"]) == len(run.turns["b"]) == 32
+    assert run.first["a"] == found.runs[0].first["a"], "the first call was the first build's"
+
+
+def falls(name: str, command: BenchCommand, nth: int) -> BenchSample:
+    if name == "b" and nth > 6:
+        return BenchSample(outcome="illegal_access", error="misaligned address")
+    return steady(name, command, nth)
 
 
 def test_who_is_lost_on_the_way_is_out_of_the_case_and_the_others_go_on() -> None:
-    def falls(name: str, metric: str, nth: int) -> BenchSample:
-        if name == "b" and nth > 6:
-            return BenchSample(outcome="illegal_access", error="misaligned address")
-        return steady(name, metric, nth)
-
     crew: Any = Scripted(["a", "b", "c"], falls)
     run = survey(crew, CASE, blocks=3, min_s=0.01)
     assert run.lost["b"].outcome == "illegal_access"
     assert (run.seconds("b"), len(run.seconds("a"))) == ([], 18)
     pair: Any = Scripted(["a", "b"], falls)
-    found = compare(pair, CASE, "a", "b", RULE, min_s=0.01)
-    assert (found.interval, found.verdict) == (None, None)
+    [found] = compare(pair, [Pair(CASE)], "a", "b", EFFORT)
+    assert (found.is_lost, found.judged) == (True, None)
+    assert "b" not in found.run.first
+
+
+def test_the_floor_is_how_far_equal_contenders_came_apart() -> None:
+    def biased(name: str, command: BenchCommand, nth: int) -> BenchSample:
+        return BenchSample(seconds=(1.0 if name == "a" else 0.98,) * 3, work=1.0)
+
+    crew: Any = Scripted(["a", "b"], biased)
+    assert noise_floor(crew, [CASE, OTHER], "a", "b", EFFORT) == pytest.approx(1 / 0.98 - 1)
+    lost: Any = Scripted(["a", "b"], lambda *asked: BenchSample(outcome="crashed", error="gone"))
+    assert noise_floor(lost, [CASE], "a", "b", EFFORT) == 0.0
 
 
 def setup(tmp_path: Path) -> Setup:

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from attention.cases import AttentionCase
-from attention.job import BenchSample
+from attention.job import BenchCommand, BenchSample
 from attention.schemas import SCHEMAS
 from data.requests import Bucket
+from gates.paired_ratio import Judged
 from gates.statistics import Interval
-from tasks.measurement import Compared, Run
+from tasks.measurement import Run
 from tasks.perf_rows import Cell, Who, backend_row, ceiling_rows, pair_row, sample_rows
 
 CASE = AttentionCase(
@@ -23,7 +24,7 @@ WHO = Who("candidate", "fp", "flashinfer:fa2", "NVIDIA H200")
 
 def run(seconds: float, rate: float = 4e12) -> Run:
     """Two blocks of equal turns beside a machine that reads at `rate` bytes a second."""
-    one = Run(CASE, num_blocks=2)
+    one = Run(BenchCommand(metric="kernel_s", case=CASE, min_s=0.01), num_blocks=2)
     one.turns["candidate"] = [(seconds, seconds, 3 * seconds)] * 4
     one.turns["champion"] = [(2 * seconds,) * 3] * 4
     for name in ("candidate", "champion"):
@@ -79,14 +80,13 @@ def test_who_was_lost_has_its_outcome_and_no_figure() -> None:
 
 
 def test_a_pair_says_its_ratio_with_how_it_was_judged() -> None:
-    how = {"margin": 0.01, "aa_floor": 0.004, "confidence": 0.999}
+    how = {"margin": 0.01, "aa_floor": 0.004}
     who = Who("champion", "fp0", "triton:paged", "NVIDIA H200")
-    row = pair_row(CELL, Compared(run(1e-4), Interval(0.5, 0.49, 0.51), "FAST"), how, who, WHO)
-    assert row is not None
+    row = pair_row(CELL, run(1e-4), Judged(Interval(0.5, 0.49, 0.51), "FAST", 0.96), how, who, WHO)
     known("perf_cells", [row])
     assert (row["verdict"], row["ratio"], row["champion_backend"]) == ("FAST", 0.5, "triton:paged")
     assert row["champion_p50_s"] == pytest.approx(2 * row["candidate_p50_s"])
-    assert pair_row(CELL, Compared(run(1e-4), None, None), how, who, WHO) is None
+    assert (row["margin"], row["aa_floor"], row["confidence"], row["num_blocks"]) == (0.01, 0.004, 0.96, 2)
 
 
 def test_ceilings_are_rows_by_block_and_kind() -> None:

@@ -43,8 +43,8 @@ def test_the_summary_counts_by_pass() -> None:
 def test_cells_are_pairs_that_the_rules_let_run_in_one_order() -> None:
     found = drillable(load_matrix("cpu"), "chat", "cpu")
     assert found == drillable(load_matrix("cpu"), "chat", "cpu")
-    assert {backend for backend, _ in found[:6]} == {"torch_sdpa:flash", "torch_sdpa:math"}
-    assert {case.phase for _, case in found} == {"prefill", "decode"}
+    assert {pair.backend for pair in found[:6]} == {"torch_sdpa:flash", "torch_sdpa:math"}
+    assert {pair.case.phase for pair in found} == {"prefill", "decode"}
 
 
 def test_a_slowdown_of_half_is_slow_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
