@@ -30,14 +30,14 @@ from attention.errors import one_line
 from attention.job import BenchCommand, BenchJob, BenchSample
 from attention.model import Chunk, Runner
 from attention.outcomes import MeasurementError, outcome_of
-from attention.timing import Call, CudaClock, clock_of
+from attention.timing import Call, CudaClock, Rotation, clock_of
 
 
 @dataclass(frozen=True)
 class _Held:
     """What is being timed, and what its answers say beside the seconds."""
 
-    calls: tuple[Call, ...]
+    rotation: Rotation
     sample: BenchSample
     held: Any  # whatever the call reads
     release: Callable[[], None] = lambda: None
@@ -64,7 +64,7 @@ class Bench:
             self._drop(kind)
             held = self._build(command)
             self._held[kind] = (key, held)
-        seconds = self._clock.times(held.calls, min_s=command.min_s)
+        seconds = self._clock.times(held.rotation, min_s=command.min_s)
         sample = (
             held.sample if is_first else BenchSample(**held.sample.model_dump(include={"backend", "confirmed", "work"}))
         )
@@ -87,7 +87,6 @@ class Bench:
         del old
         gc.collect()
         if isinstance(self._clock, CudaClock):
-            self._clock.forget()
             torch.cuda.empty_cache()
 
     def _build(self, command: BenchCommand) -> _Held:
@@ -97,7 +96,7 @@ class Bench:
         if command.metric in ("matmul_s", "read_s"):
             ceiling = self._ceiling(command)
             ceiling.call()
-            return _Held((ceiling.call,), BenchSample(work=ceiling.work), ceiling)
+            return _Held(Rotation([ceiling.call]), BenchSample(work=ceiling.work), ceiling)
         if self._runner is None:
             raise ValueError(f"{command.metric} needs the model: set with_model in the job")
         step, free = _model_step(self._runner, case)
@@ -109,7 +108,7 @@ class Bench:
             confirmed=self._dispatcher.confirmed[case.phase],
             first_call_s=first_call_s,
         )
-        return _Held(self._slowed((step,), command.slowdown), sample, None, free)
+        return _Held(self._slowed(Rotation([step]), command.slowdown), sample, None, free)
 
     def _attention(self, command: BenchCommand) -> _Held:
         backend = command.backend or self._dispatcher.resolved[command.case.phase]
@@ -121,12 +120,15 @@ class Bench:
             cold_ratio=ready.cold_ratio,
             workspace_bytes=ready.workspace_bytes,
             graph_capture=ready.graph_capture,
-            num_replicas=len(ready.calls),
+            num_replicas=ready.rotation.replicas,
         )
-        return _Held(self._slowed(ready.calls, command.slowdown), sample, ready.held)
+        return _Held(self._slowed(ready.rotation, command.slowdown), sample, ready.held)
 
-    def _slowed(self, calls: tuple[Call, ...], share: float) -> tuple[Call, ...]:
-        return tuple(self._clock.slowed(call, share) for call in calls) if share else calls
+    def _slowed(self, rotation: Rotation, share: float) -> Rotation:
+        """The calls of a drill's slower contender; as they are without one."""
+        if not share:
+            return rotation
+        return Rotation([self._clock.slowed(call, share) for call in rotation.calls], rotation.replicas)
 
     def _ceiling(self, command: BenchCommand) -> ceilings.Ceiling:
         if command.metric == "matmul_s":

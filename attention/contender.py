@@ -1,9 +1,8 @@
 """One backend on one case, ready to be timed: random inputs, a plan, a graph where asked, and proof of what runs.
 
 Before anything is timed the output is compared with the fp64 oracle on rows at the end of every kind of member, the
-execution layer names the kernels, and on a GPU the cold L2 is proven: calls on one buffer, flushed in between, must not
-be faster than calls on buffers that are together larger than any cache. Whatever fails is a MeasurementError with its
-outcome.
+execution layer names the kernels, and on a GPU the cold L2 is proven: calls that rotate over these copies of K and V
+must not be faster than calls that rotate over twice as many. Whatever fails is a MeasurementError with its outcome.
 """
 
 from __future__ import annotations
@@ -29,29 +28,30 @@ from attention.replay.figures import compare
 from attention.replay.members import Member
 from attention.replay.problems import Problem, build, spec_of
 from attention.replay.truths import joined
-from attention.timing import Call, Clock, CudaClock, num_copies
+from attention.timing import Call, Clock, CudaClock, Rotation, num_copies
 
 #: The oracle checks so many last rows of the first and of the last member.
 _CHECKED_ROWS = 32
-#: The cold proof: calls a median is of, and the difference below which caches do not matter to a call.
-_PROOF_CALLS = 15
-_EVENT_S = 1e-6  # twice the events' resolution
-#: Of all replicas together, and of all copies of the cold proof. Large inputs have fewer, and their kernels are long.
-_MOST_BYTES = 8 << 30
+#: The cold proof: calls that a median is of, and differences that say nothing: twice the events' resolution, and the
+#: share by which two medians of one kernel were seen to differ.
+_PROOF_CALLS = 16
+_EVENT_S, _NOISE = 1e-6, 0.03
+#: Copies of K and V are at most so many, and at most so many bytes together with what their plans hold.
+_MOST_COPIES, _MOST_BYTES = 256, 8 << 30
 #: On a GPU one turn over all replicas lasts no longer than this: a long kernel has fewer of them.
 _TURN_S = 0.015
-_MOST_CPU_REPLICAS = 2  # a core's caches and neighbours do not depend on the place
+_CPU_COPIES = 2
 
 
 @dataclass(frozen=True)
 class Ready:
     """Calls to be timed, and what the first run showed."""
 
-    calls: tuple[Call, ...]  # the same call on replicas
+    rotation: Rotation  # the same call on copies of K and V, each replica with a plan of its own
     backend: str
     confirmed: str
     first_call_s: float  # plan and first call, with whatever is compiled for them
-    cold_ratio: float | None  # seconds on one buffer / on rotating buffers; None without a GPU
+    cold_ratio: float | None  # seconds on these copies / on twice as many; None where no cache could hold even one
     workspace_bytes: int | None  # most that plan and call held beside inputs and output; None without a GPU
     graph_capture: str | None  # `captured`; None for a case that is not to be captured
     held: Any  # plans and tensors: a graph's replay does not hold what its kernels read
@@ -82,31 +82,30 @@ def prepare(backend: str, case: AttentionCase, device: str, clock: Clock, replic
 
     eager = _call(planned, problem)
     confirmed = confirm.watch(eager, device=device)[1]
-    calls, held = [eager], [(planned, problem)]
     if is_graph:
-        calls[0], in_graph = _captured(eager, problem, case)
-        if not confirm.same_kernels(in_graph, confirmed):
-            confirmed = in_graph
+        in_graph = _captured(eager, problem, case)
+        confirmed = confirmed if confirm.same_kernels(in_graph, confirmed) else in_graph
     if confirmed != backend:
         raise MeasurementError("wrong_kernel", f"{backend} was asked for, and the execution layer names {confirmed}")
-    cold_ratio = _proven_cold(planned, problem, clock) if isinstance(clock, CudaClock) else None
-    for _ in range(_num_replicas(problem, workspace, calls[0], clock, replicas) - 1):
-        other = replace(problem, q_THD=problem.q_THD.clone(), k=problem.k.clone(), v=problem.v.clone())
+    size = _size(problem, workspace, eager, clock, replicas)
+    problems = [problem, *(replace(problem, k=problem.k.clone(), v=problem.v.clone()) for _ in range(size.copies - 1))]
+    cold_ratio = _proven_cold(planned, problems, clock) if size.fits_cache and isinstance(clock, CudaClock) else None
+    plans = [planned]
+    for _ in range(size.replicas - 1):
         with own_buffers():
-            plan = made.plan(other.batch, other.spec, graph=is_graph, lse=False)
-        call = _call(plan, other)
+            plans.append(made.plan(problem.batch, problem.spec, graph=is_graph, lse=False))
+    calls = [_call(plans[i % size.replicas], one) for i, one in enumerate(problems)]
+    for call in calls[: size.replicas]:  # whatever a plan does once
         call()
-        calls.append(_captured(call, other, case)[0] if is_graph else call)
-        held.append((plan, other))
     return Ready(
-        calls=tuple(calls),
+        rotation=Rotation([_replayed(call) for call in calls] if is_graph else calls, size.replicas),
         backend=backend,
         confirmed=confirmed,
         first_call_s=first_call_s,
         cold_ratio=cold_ratio,
         workspace_bytes=workspace,
         graph_capture="captured" if is_graph else None,
-        held=held,
+        held=(plans, problems),
     )
 
 
@@ -114,13 +113,25 @@ def _call(planned: Planned, problem: Problem) -> Call:
     return lambda: planned.run(problem.q_THD, problem.k, problem.v)
 
 
-def _num_replicas(problem: Problem, workspace: int | None, call: Call, clock: Clock, most: int) -> int:
-    """As many as asked for, fewer of what is large or long."""
+@dataclass(frozen=True)
+class _Size:
+    """How many copies of K and V calls rotate over, and how many plans with buffers of their own."""
+
+    copies: int
+    replicas: int
+    fits_cache: bool  # one copy alone
+
+
+def _size(problem: Problem, workspace: int | None, call: Call, clock: Clock, replicas: int) -> _Size:
+    """As many copies as no cache holds, a multiple of the replicas; fewer replicas of what is large or long."""
     if not isinstance(clock, CudaClock):
-        return min(most, _MOST_CPU_REPLICAS)
-    num_bytes = problem.q_THD.nbytes + problem.k.nbytes + problem.v.nbytes + (workspace or 0)
-    seconds = median(clock.block([call], 3))
-    return max(1, min(most, _MOST_BYTES // max(1, num_bytes), max(2, int(_TURN_S / seconds))))
+        return _Size(_CPU_COPIES, min(replicas, _CPU_COPIES), fits_cache=False)
+    num_bytes = problem.k.nbytes + problem.v.nbytes
+    seconds = median(clock.block(Rotation([call]), 3))
+    fit = _MOST_BYTES // max(1, num_bytes + problem.q_THD.nbytes + (workspace or 0))
+    num = max(1, min(replicas, fit, max(2, int(_TURN_S / seconds))))
+    copies = min(_MOST_COPIES, max(num_copies(num_bytes, clock.l2_bytes), num))
+    return _Size(-(-copies // num) * num, num, fits_cache=num_bytes < clock.l2_bytes)
 
 
 def peak_bytes(device: str) -> int:
@@ -181,8 +192,8 @@ def _check_numbers(out_THD: torch.Tensor, problem: Problem, case: AttentionCase)
         )
 
 
-def _captured(call: Call, problem: Problem, case: AttentionCase) -> tuple[Call, str]:
-    """The call in a CUDA graph: its replay, whose output is checked anew, and the backend that its nodes name."""
+def _captured(call: Call, problem: Problem, case: AttentionCase) -> str:
+    """The backend that the nodes of a graph of this call name; the output of its replay is checked too."""
     from attention.bench_dispatch import captured
 
     held: list[torch.Tensor] = []
@@ -198,35 +209,45 @@ def _captured(call: Call, problem: Problem, case: AttentionCase) -> tuple[Call, 
     held[0].fill_(float("nan"))
     graph.replay()
     _check_numbers(held[0], problem, case)
-    output = held[0]  # the graph writes it as long as it is replayed
+    return nodes.backend
 
-    def replay() -> tuple[torch.Tensor]:
+
+def _replayed(call: Call) -> Call:
+    """The replay of a graph of this call, captured as `torch.cuda.graph` does but without its garbage collection, which
+    takes longer than the capture of one kernel."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        try:
+            output = call()
+        finally:
+            graph.capture_end()
+
+    def replay() -> Any:
         graph.replay()
-        return (output,)
+        return output
 
-    return replay, nodes.backend
+    return replay
 
 
-def _proven_cold(planned: Planned, problem: Problem, clock: CudaClock) -> float:
-    """Median seconds on one buffer, over those on buffers that no cache can hold; the flush lies between any two calls.
-
-    MeasurementError where the flush leaves more than half of what a warm cache saves, which calls without it show."""
-    num_bytes = problem.k.nbytes + problem.v.nbytes
-    num = max(2, min(num_copies(num_bytes, clock.l2_bytes), 512, _MOST_BYTES // max(1, num_bytes)))
-    copies = [problem, *(replace(problem, k=problem.k.clone(), v=problem.v.clone()) for _ in range(num - 1))]
-    calls = [_call(planned, one) for one in copies]
-    for call in calls:  # whatever is done once for a new address
-        call()
-    warm = median(clock.block(calls[:1], _PROOF_CALLS, flush=False))
-    flushed = median(clock.block(calls[:1], _PROOF_CALLS))
-    rotating = median(clock.block(calls, _PROOF_CALLS))
-    if rotating - flushed > max(_EVENT_S, 0.5 * (rotating - warm)):
+def _proven_cold(planned: Planned, problems: Sequence[Problem], clock: CudaClock) -> float:
+    """Median seconds of calls that rotate over these copies, over those on twice as many. MeasurementError where the
+    one is faster: then a cache holds some of them."""
+    others = [replace(one, k=one.k.clone(), v=one.v.clone()) for one in problems]
+    seconds = []
+    for copies in (problems, [*problems, *others]):
+        calls = [_call(planned, one) for one in copies]
+        for call in calls:  # each was last used a whole round before it is timed
+            call()
+        seconds.append(median(clock.block(Rotation(calls), min(len(calls), _PROOF_CALLS))))
+    these, twice = seconds
+    if twice - these > max(_EVENT_S, _NOISE * twice):
         raise MeasurementError(
             "warm_cache",
-            f"{flushed * 1e6:.1f} us on one buffer after the flush, {warm * 1e6:.1f} us without it, and "
-            f"{rotating * 1e6:.1f} us on {num} rotating ones",
+            f"{these * 1e6:.1f} us on {len(problems)} rotating buffers, {twice * 1e6:.1f} us on twice as many",
         )
-    return flushed / rotating
+    return these / twice
 
 
 def _settle(device: str) -> None:

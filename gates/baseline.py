@@ -18,13 +18,13 @@ import pandas as pd
 
 from data.lake import Lake
 from data.plan import Plan
-from gates import statistics
+from gates import history, statistics, stress
 from gates.evaluate import Note, evaluate, load_suite
 from gates.fingerprint import measured_rows
 from gates.thresholds import Limits, load_limits
 from gates.verdict import Check, fail_closed
 
-TABLES = ("perf_samples", "perf_backends", "perf_cells")
+TABLES = ("perf_samples", "perf_backends", "perf_cells", "perf_stress")
 REQUIRED = (("prefill", "kernel_s"), ("decode", "kernel_s"))
 
 # A cell that was measured again replaces its earlier row. A null weight or bound makes the sums null.
@@ -107,7 +107,9 @@ def judge(lake: Path, release_id: str, plan: Plan) -> list[Check]:
                 cell_weight=limits.value("cell_weight"),
             )
             checks += _family_checks(family, metric, frame, limits)
-    return checks
+        if plan.baseline.stress is not None:
+            checks += stress.checks(tables, release_id, plan.baseline.stress, load_limits("stress", plan.name))
+    return checks + history.checks(lake, release_id, load_limits("history", plan.name))
 
 
 def _machine_checks(tables: Lake, release_id: str, limits: Limits) -> list[Check]:

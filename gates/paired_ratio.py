@@ -58,6 +58,7 @@ class Estimate:
     error: float
     degrees: float
     num_blocks: int
+    block_error: float = math.nan  # the part that more blocks make smaller; the rest is of the replicas
 
     def interval(self, confidence: float) -> Interval:
         """The ratio with a two-sided interval."""
@@ -94,7 +95,7 @@ def estimate(builds: Sequence[tuple[Side, Side]]) -> Estimate:
             parts.append((pooled / num, free))
     total = sum(variance for variance, _ in parts)
     degrees = total**2 / sum(variance**2 / free for variance, free in parts) if total > 0 else 1.0
-    return Estimate(centre, math.sqrt(total), max(1.0, degrees), len(blocks))
+    return Estimate(centre, math.sqrt(total), max(1.0, degrees), len(blocks), math.sqrt(of_blocks))
 
 
 def verdict(interval: Interval, margin: float) -> Verdict:

@@ -66,7 +66,8 @@ class Level:
 
 
 def checks(tables: Lake, release_id: str, plan: StressPlan, limits: Limits) -> list[Check]:
-    """Six checks a concurrency, `stress.<max_running>_running.*`, of this release's perf_stress.
+    """Six checks a concurrency, `stress.<max_running>_running.*`, of this release's perf_stress; a knee that cannot be
+    read is left out beside the error that says why.
 
     limits: `load_limits("stress", plan's name)`. That a row is of the fingerprinted environment is asked elsewhere
     (`gates.fingerprint.measured_rows`).

@@ -21,7 +21,7 @@ from data.mix import load_mix
 from data.plan import TrafficScale
 from data.requests import MIN_OUTPUT, MIN_TOKENS, Bucket, RequestLength, lengths, scale, shape_weights
 from gates import baseline as gate
-from tasks import first_calls
+from tasks import first_calls, stress
 from tasks.context import SIDES, Context, Side, StageOutcome
 from tasks.measurement import Compared, Contender, Crew, Effort, Metric, Pair, compare, noise_floor
 from tasks.perf_rows import Cell, Who, backend_row, ceiling_rows, pair_row, sample_rows
@@ -45,6 +45,7 @@ def run(context: Context) -> StageOutcome:
         resolved = {side: crew.worker(side).resolved for side in SIDES}
     if plan.startup:  # with the machine to themselves
         first_calls.run(context, [cell.case for cell in cells if cell.metric == "kernel_s"], resolved)
+    stress.run(context, traffic)
     report = gate.judge(context.lake, context.release_id, context.plan)
     return StageOutcome(report, {"cells": len(cells), "aa_floor": floor})
 

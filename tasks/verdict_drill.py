@@ -52,14 +52,16 @@ class Verdict:
     case_id: str
     layout: str
     execution: str
-    said: str | None  # None: lost, and `error` says why
+    said: str | None  # None: lost
     ratio: float | None
     low: float | None
     high: float | None
     margin: float
+    error: float | None  # standard error of the log ratio
+    block_error: float | None  # its part that more blocks make smaller
     blocks: int
     seconds: float
-    error: str | None = None
+    lost: str | None = None  # why there is no verdict
 
     @property
     def wrong(self) -> bool:
@@ -130,6 +132,7 @@ def _running(crew: Crew, offered: Sequence[Pair], num: int) -> list[Pair]:
 
 def _verdict(drilled: Pass, one: Compared, margin: float) -> Verdict:
     case, interval = one.pair.case, None if one.judged is None else one.judged.interval
+    told = None if one.judged is None else one.estimate("champion", "candidate")
     pages = "" if case.page_size is None else f"/{case.page_size}"
     return Verdict(
         drilled=drilled,
@@ -142,9 +145,11 @@ def _verdict(drilled: Pass, one: Compared, margin: float) -> Verdict:
         low=None if interval is None else interval.low,
         high=None if interval is None else interval.high,
         margin=margin,
+        error=None if told is None else told.error,
+        block_error=None if told is None else told.block_error,
         blocks=one.num_blocks,
         seconds=one.seconds,
-        error="; ".join(f"{name} {answer.outcome}: {answer.error}" for name, answer in one.run.lost.items()) or None,
+        lost="; ".join(f"{name} {answer.outcome}: {answer.error}" for name, answer in one.run.lost.items()) or None,
     )
 
 
@@ -190,7 +195,7 @@ def _run(options: argparse.Namespace) -> int:
         with replaced(options.out) as fresh:
             document = {"summary": summary(verdicts), "verdicts": [asdict(v) for v in verdicts]}
             fresh.write_text(json.dumps(document, indent=1) + "\n")
-        ratio = one.error if one.ratio is None else f"{one.ratio:.4f} ({one.low:.4f} to {one.high:.4f})"
+        ratio = one.lost if one.ratio is None else f"{one.ratio:.4f} ({one.low:.4f} to {one.high:.4f})"
         said = one.said or "lost"
         line = f"{one.drilled:10} {said:4} {one.backend} {one.case_id}: {ratio}, {one.blocks} blocks"
         print(line, file=sys.stderr, flush=True)

@@ -35,8 +35,8 @@ def test_a_sound_backend_is_ready_on_every_kind_of_case(phase: str, batch: str, 
     assert (ready.backend, ready.confirmed) == ("torch_sdpa:math", "torch_sdpa:math")
     assert ready.first_call_s > 0
     assert (ready.cold_ratio, ready.workspace_bytes, ready.graph_capture) == (None, None, None)
-    outputs = [call()[0] for call in ready.calls]
-    assert len(outputs) >= 2, "calls rotate over replicas"
+    outputs = [call()[0] for call in ready.rotation.calls]
+    assert len(outputs) >= 2, "calls rotate over copies"
     assert all(torch.equal(outputs[0], other) for other in outputs)
 
 

@@ -28,6 +28,7 @@ from attention.stress import (
     fitting,
     play,
     poisson,
+    run,
     saturation_per_s,
     summary,
     told,
@@ -109,6 +110,15 @@ def test_weights_may_be_drawn_where_the_folder_holds_none(
     found = json.loads((tmp_path / "out" / "result.json").read_text())
     assert found["levels"][0]["num_failed"] == 0
     assert "100%" in capsys.readouterr().err
+
+
+def test_no_token_ends_an_answer_so_that_it_has_the_length_that_was_drawn(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attention.model._eos", lambda *of: frozenset(range(20_000)))
+    [row] = run(job(setup=setup, duration_s=0.05, levels=(1.0,)), lambda line: None)["levels"]
+    assert row["num_completed"] == row["num_offered"]
+    assert row["tpot_p50_s"] > 0, "five tokens each, though any could have been the last"
 
 
 def test_a_burst_too_small_for_its_concurrency_is_refused_with_the_least_that_would_do(
@@ -246,9 +256,9 @@ def test_a_step_without_memory_is_told_as_such(monkeypatch: pytest.MonkeyPatch) 
 
 def test_pages_are_counted_at_their_peak_within_a_step() -> None:
     runner = fake(num_pages=16, page_size=4)
-    offered = arrivals(0.0)
+    offered = arrivals(0.0, num_output=4)
     row = row_of(play(runner, LIMITS, offered), offered, runner)
-    assert row["kv_peak_share"] == 3 / 16, "6 tokens of prompt and 4 of the answer are cached, in the last step"
+    assert row["kv_peak_share"] == 3 / 16, "the last step caches token 9 on a third page, and frees all three"
 
 
 def test_requests_that_fell_back_are_counted() -> None:

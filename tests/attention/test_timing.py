@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from attention.timing import LEAST_CALLS, MOST_CALLS, clock_of, num_copies
+from attention.timing import LEAST_CALLS, MOST_CALLS, Rotation, clock_of, num_copies
 
 
 def spin(seconds: float) -> None:
@@ -18,17 +18,26 @@ def spin(seconds: float) -> None:
 
 def test_a_block_lasts_as_long_as_asked_within_its_bounds() -> None:
     clock = clock_of("cpu")
-    taken = clock.times([lambda: spin(0.001)], min_s=0.01)
+    taken = clock.times(Rotation([lambda: spin(0.001)]), min_s=0.01)
     assert LEAST_CALLS <= len(taken) <= 10
     assert min(taken) >= 0.001
-    assert len(clock.times([lambda: None], min_s=1.0)) == MOST_CALLS
-    assert len(clock.times([lambda: spin(0.02)], min_s=0.01)) == 1, "a long call is a block of its own"
+    assert len(clock.times(Rotation([lambda: None]), min_s=1.0)) == MOST_CALLS
+    assert len(clock.times(Rotation([lambda: spin(0.02)]), min_s=0.01)) == 1, "a long call is a block of its own"
 
 
-def test_calls_take_turns() -> None:
+def test_calls_take_turns_and_go_on_where_the_block_before_ended() -> None:
+    rotation = Rotation(list("abcdef"), replicas=2)  # type: ignore[arg-type]
+    assert rotation.take(3) == list("abcd")
+    assert rotation.take(4) == list("efab")
+    assert rotation.take(1) == list("cd"), "every replica as often"
+
+
+def test_every_replica_is_timed_as_often() -> None:
     seen: list[str] = []
-    clock_of("cpu").times([lambda: seen.append("a"), lambda: seen.append("b")], min_s=1e-4)
-    assert seen[:4] == ["a", "b", "a", "b"]
+    rotation = Rotation([lambda: seen.append("a"), lambda: seen.append("b")], replicas=2)
+    taken = clock_of("cpu").times(rotation, min_s=1e-4)
+    assert len(taken) == len(seen)
+    assert seen == list("ab") * (len(seen) // 2)
 
 
 def test_a_slowed_call_takes_its_share_longer() -> None:
@@ -38,7 +47,7 @@ def test_a_slowed_call_takes_its_share_longer() -> None:
         spin(0.002)
 
     slower = clock.slowed(call, 0.5)
-    ratio = median(clock.times([slower], min_s=0.02)) / median(clock.times([call], min_s=0.02))
+    ratio = median(clock.times(Rotation([slower]), min_s=0.02)) / median(clock.times(Rotation([call]), min_s=0.02))
     assert ratio == pytest.approx(1.5, rel=0.1)
 
 

@@ -12,7 +12,7 @@ from tasks.verdict_drill import Verdict, drillable, summary
 
 
 def verdict(drilled: Any, said: str | None, margin: float = 0.01) -> Verdict:
-    return Verdict(drilled, "b", "c", "l", "eager", said, 1.0, 0.9, 1.1, margin, 8, 2.0)
+    return Verdict(drilled, "b", "c", "l", "eager", said, 1.0, 0.9, 1.1, margin, 0.01, 0.005, 8, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -53,5 +53,5 @@ def test_a_slowdown_of_half_is_slow_and_nothing_is_lost(monkeypatch: pytest.Monk
     heard: list[Verdict] = []
     verdict_drill.drill(load_matrix("cpu"), "chat", "cpu", 1, work=tmp_path, budget_s=20.0, heard=heard.append)
     assert [one.drilled for one in heard] == ["equal", "5 % slower"]
-    assert {(one.backend, one.case_id, one.error) for one in heard} == {(heard[0].backend, heard[0].case_id, None)}
+    assert {(one.backend, one.case_id, one.lost) for one in heard} == {(heard[0].backend, heard[0].case_id, None)}
     assert heard[1].ratio is not None and heard[1].ratio > 1.2
