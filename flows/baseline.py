@@ -56,6 +56,7 @@ class Baseline(BaseModel):
     mix: str
     device: str
     num_left_out: int  # cells, for want of time
+    covered: dict[str, float]  # share of each family's attention work that lies in the buckets measured
     cells: list[Row]  # rows of perf_backends
     selection: Selection
     sentence: str
@@ -101,6 +102,7 @@ def run(asked: Asked, *, say: Say) -> Baseline:
         mix=mix.name,
         device=found.device_name,
         num_left_out=found.num_left_out,
+        covered=dict(found.covered),
         cells=list(found.rows),
         selection=selection,
         sentence=selection.sentence,
@@ -149,6 +151,8 @@ def render(found: Baseline) -> RenderableType:
         parts.append(Text(f"policy   {found.policy}"))
     parts += [Text(f"figure   {path}") for path in found.figures]
     parts.append(Text(f"id       {found.release_id}"))
+    shares = " and ".join(f"{share:.0%} of its {family}" for family, share in found.covered.items())
+    parts.append(Text(f"measured {shares} work"))
     parts.append(Text(found.sentence, style="bold"))
     return Group(*parts)
 

@@ -23,9 +23,10 @@ from typing import Any
 from attention.cases import AttentionCase
 from attention.job import BenchJob, Setup
 from attention.schemas import write_rows
-from data.baseline_matrix import BaselineMatrix, MatrixCell, cells
+from data.baseline_matrix import BaselineMatrix, MatrixCell, cells, covered
 from data.environment import Environment, load_environment
 from data.mix import Mix
+from data.requests import Family
 from gates.selection import Measured, layout_of
 from tasks import first_calls
 from tasks.environment import MeasureError
@@ -60,6 +61,7 @@ class Survey:
     rows: tuple[dict[str, Any], ...]
     measured: tuple[Measured, ...]
     num_left_out: int  # cells, for want of time
+    covered: dict[Family, float]  # share of each family's work that lies in the buckets measured
 
 
 def run(plan: Plan, *, lake: Path, work: Path, say: Say) -> Survey:
@@ -92,7 +94,8 @@ def run(plan: Plan, *, lake: Path, work: Path, say: Say) -> Survey:
             say(f"cell {num_done} of {len(wanted)}: {_where(one)}: {_told(rows)}")
     if plan.with_startup:
         _startup(out, names, [one.case for one in wanted], device, environment, say)
-    return Survey(release_id, device_name, tuple(found), tuple(measured), len(wanted) - num_done)
+    left_out = len(wanted) - num_done
+    return Survey(release_id, device_name, tuple(found), tuple(measured), left_out, covered(wanted[:num_done]))
 
 
 def setup_of_shape(case: AttentionCase, names: Sequence[str], device: str, work: Path) -> Setup:

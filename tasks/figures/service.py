@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from gates.stress import Level, knee
+from gates.thresholds import load_limits
 from tasks.figures.canvas import (
     BAD,
     CANDIDATE,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 _LINEAR_UP_TO = 20.0  # times between longest and shortest: past it the short ones vanish without a log axis
 _AXES_IN = 1.8
+_PLAN = "full"  # whose share of good requests marks the knee
 _MARKERS, _STYLES = "osD^v", ("-", "--", ":", "-.")
 
 
@@ -102,12 +105,17 @@ class _Curve:
     style: str
     rows: Sequence[Row]
 
+    def levels(self) -> list[Level]:
+        return [
+            Level(row["rate_per_s"], row["num_offered"], row["num_good"]) for row in self.rows if row["num_offered"]
+        ]
+
     def points(self, column: str) -> list[tuple[float, float]]:
         return [(row["rate_per_s"], row[column]) for row in self.rows if _is_finite(row[column])]
 
 
 def stress(evidence: Evidence) -> Figure | None:
-    """Goodput, and the tails of TTFT and TPOT, against the offered rate; the knee is where goodput is highest."""
+    """Goodput, and the tails of TTFT and TPOT, against the offered rate; the knee is the gate's."""
     found = evidence.rows(
         "select * from perf_stress where release_id = $id and rate_per_s > 0"
         " qualify row_number() over (partition by side, max_running, level order by time desc) = 1"
@@ -138,15 +146,20 @@ def _curves(found: Sequence[Row]) -> list[_Curve]:
 
 
 def _goodput(ax: Axes, curves: Sequence[_Curve], last: float) -> None:
+    share = load_limits("stress", _PLAN).value("good_share")
     ends = [End(last, last, "everything offered is good", "#777777")]
     ax.plot([0, last], [0, last], color="#BBBBBB", lw=1, ls="--", zorder=0)
     for curve in curves:
         if points := curve.points("goodput_per_s"):
-            knee = max(points, key=lambda point: point[1])
-            ax.plot(*knee, marker="o", ms=12, mfc="none", mec=curve.colour, mew=1.2)
-            more = " or more" if knee == points[-1] else ""  # it has not bent down yet
-            ends.append(_line(ax, curve, points, f"{curve.name}: knee {knee[1]:.3g}/s{more}"))
-    ax.set_title("ring: the knee, where goodput is highest", fontsize=9, loc="left")
+            found = knee(curve.levels(), share).value
+            told = "below all" if math.isnan(found) else f"{found:.3g}/s"
+            more = " or more" if found == points[-1][0] else ""  # it has not bent down yet
+            ends.append(_line(ax, curve, points, f"{curve.name}: knee {told}{more}"))
+            if not math.isnan(found):
+                ax.plot(found, share * found, marker="o", ms=12, mfc="none", mec=curve.colour, mew=1.2)
+    ax.plot([0, last], [0, share * last], color="#BBBBBB", lw=1, ls=":", zorder=0)
+    ends.append(End(last, share * last, f"{share:.0%} of it", "#777777"))
+    ax.set_title(f"ring: the knee, up to which {share:.0%} is good", fontsize=9, loc="left")
     _finish(ax, ends, last, "good requests a second")
 
 

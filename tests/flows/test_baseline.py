@@ -54,6 +54,8 @@ def surveyed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Baseline, Path]:
 def test_every_family_and_backend_has_a_row_and_what_is_refused_says_why(surveyed: tuple[Baseline, Path]) -> None:
     found, _ = surveyed
     assert (found.device, found.num_left_out, found.exit_code) == ("cpu", 0, 0)
+    assert set(found.covered) == {"prefill", "decode", "extend"}
+    assert all(0 < share <= 1 for share in found.covered.values())
     rows = {(row["family"], row["backend"]): row for row in found.cells}
     assert len(rows) == 3 * 3
     for family in ("prefill", "decode", "extend"):

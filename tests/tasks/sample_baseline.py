@@ -106,7 +106,8 @@ def _stress() -> list[Row]:
     return [
         {
             "side": side, "mix": "chat", "level": level, "rate_per_s": 2 * level, "max_running": 4,
-            "goodput_per_s": good, "slo_ttft_s": 0.8, "slo_tpot_s": 0.06,
+            "num_offered": round(200 * level), "num_good": round(100 * good), "goodput_per_s": good,
+            "slo_ttft_s": 0.8, "slo_tpot_s": 0.06,
             "ttft_p95_s": 0.2 * 2 * level / good, "tpot_p95_s": 0.03 * 2 * level / good,
         }
         for side, goods in goodput.items()

@@ -15,8 +15,8 @@ from data.environment import Environment
 from tasks.environment import (
     Job,
     MeasureError,
-    WorkerSilentError,
     Worker,
+    WorkerSilentError,
     kill_running,
     measure,
     measure_all,
