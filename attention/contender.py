@@ -1,8 +1,9 @@
 """One backend on one case, ready to be timed: random inputs, a plan, a graph where asked, and proof of what runs.
 
 Before anything is timed the output is compared with the fp64 oracle on rows at the end of every kind of member, the
-execution layer names the kernels, and on a GPU the cold L2 is proven: calls that rotate over these copies of K and V
-must not be faster than calls that rotate over twice as many. Whatever fails is a MeasurementError with its outcome.
+execution layer names the kernels, and on a GPU the cold L2 is proven: calls that rotate over these copies of the
+inputs must not be faster than calls that rotate over twice as many. Whatever fails is a MeasurementError with its
+outcome.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _CHECKED_ROWS = 32
 #: share by which two medians of one kernel were seen to differ.
 _PROOF_CALLS = 16
 _EVENT_S, _NOISE = 1e-6, 0.03
-#: Copies of K and V are at most so many, and at most so many bytes together with what their plans hold.
+#: Copies of the inputs are at most so many, and replicas at most so many bytes together.
 _MOST_COPIES, _MOST_BYTES = 256, 8 << 30
 #: On a GPU one turn over all replicas lasts no longer than this: a long kernel has fewer of them.
 _TURN_S = 0.015
@@ -47,7 +48,7 @@ _CPU_COPIES = 2
 class Ready:
     """Calls to be timed, and what the first run showed."""
 
-    rotation: Rotation  # the same call on copies of K and V, each replica with a plan of its own
+    rotation: Rotation  # the same call on copies of the inputs, each replica with a plan of its own
     backend: str
     confirmed: str
     first_call_s: float  # plan and first call, with whatever is compiled for them
@@ -88,7 +89,7 @@ def prepare(backend: str, case: AttentionCase, device: str, clock: Clock, replic
     if confirmed != backend:
         raise MeasurementError("wrong_kernel", f"{backend} was asked for, and the execution layer names {confirmed}")
     size = _size(problem, workspace, eager, clock, replicas)
-    problems = [problem, *(replace(problem, k=problem.k.clone(), v=problem.v.clone()) for _ in range(size.copies - 1))]
+    problems = [problem, *(_copy(problem) for _ in range(size.copies - 1))]
     cold_ratio = _proven_cold(planned, problems, clock) if size.fits_cache and isinstance(clock, CudaClock) else None
     plans = [planned]
     for _ in range(size.replicas - 1):
@@ -113,9 +114,13 @@ def _call(planned: Planned, problem: Problem) -> Call:
     return lambda: planned.run(problem.q_THD, problem.k, problem.v)
 
 
+def _copy(problem: Problem) -> Problem:
+    return replace(problem, q_THD=problem.q_THD.clone(), k=problem.k.clone(), v=problem.v.clone())
+
+
 @dataclass(frozen=True)
 class _Size:
-    """How many copies of K and V calls rotate over, and how many plans with buffers of their own."""
+    """How many copies of the inputs calls rotate over, and how many plans with buffers of their own."""
 
     copies: int
     replicas: int
@@ -154,13 +159,15 @@ def random_problem(case: AttentionCase, device: str) -> Problem:
 
     members = []
     for one in case.members:
-        mask = torch.rand(one.q_len, one.kv_len, generator=generator, device=device) < 2 / 3
+        mask = None
+        if case.custom_mask:
+            mask = torch.rand(one.q_len, one.kv_len, generator=generator, device=device) < 2 / 3
         members.append(
             Member(
                 normal(one.q_len, spec.heads_q, spec.head_dim_qk),
                 normal(one.kv_len, spec.heads_kv, spec.head_dim_qk, spec.kv_dtype),
                 normal(one.kv_len, spec.heads_kv, spec.head_dim_vo, spec.kv_dtype),
-                mask if case.custom_mask else None,
+                mask,
             )
         )
     return build(case, spec, members, device=device, oracle=_truth_of_last_rows)
@@ -234,7 +241,7 @@ def _replayed(call: Call) -> Call:
 def _proven_cold(planned: Planned, problems: Sequence[Problem], clock: CudaClock) -> float:
     """Median seconds of calls that rotate over these copies, over those on twice as many. MeasurementError where the
     one is faster: then a cache holds some of them."""
-    others = [replace(one, k=one.k.clone(), v=one.v.clone()) for one in problems]
+    others = [_copy(one) for one in problems]
     seconds = []
     for copies in (problems, [*problems, *others]):
         calls = [_call(planned, one) for one in copies]

@@ -148,8 +148,8 @@ class BenchJob(_Strict):
 class BenchCommand(_Strict):
     """One request of the caller: time `case` for at least `min_s`, as attention, as a model step, or a ceiling.
 
-    `backend`: default the one that the policy resolves to. `replicas` of the buffers, at most, that calls rotate over;
-    another `build` has others. `slowdown`, a drill's, is the share that each call takes longer.
+    `backend`: default the one that the policy resolves to. `replicas` of the buffers, at most, that calls rotate over.
+    `slowdown`, a drill's, is the share that each call takes longer.
     """
 
     metric: Literal["kernel_s", "ttft_s", "tpot_s", "matmul_s", "read_s"]
@@ -157,7 +157,6 @@ class BenchCommand(_Strict):
     min_s: float
     backend: str | None = None
     replicas: int = Field(default=2, ge=1)
-    build: int = Field(default=0, ge=0)
     slowdown: float = Field(default=0.0, ge=0)
 
 

@@ -74,7 +74,8 @@ class StressPlan(_Section):
 class BaselinePlan(_Section):
     cells_per_family: int = Field(ge=1)  # heaviest traffic buckets measured, of prefill, decode and extend each
     blocks: int = Field(ge=4)  # interleaved blocks a cell, before the first verdict
-    max_blocks: int = Field(ge=4)  # an ambiguous cell gets more, up to so many
+    processes: int = Field(ge=1)  # fresh ones in which every cell is measured: two equal ones differ for their lifetime
+    max_blocks: int = Field(ge=4)  # of all processes; an ambiguous cell gets more, up to so many
     budget_s: float = Field(gt=0)  # for all cells: past it what is ambiguous stays so
     margin: float = Field(gt=0, lt=1)  # a smaller difference is SAME
     min_block_s: float = Field(gt=0)  # a block repeats the call until it lasts this long

@@ -123,7 +123,7 @@ def _who(crew: Crew, side: Side, cell: Cell) -> Who:
 def _effort(context: Context, margin: float) -> Effort:
     plan = context.plan.baseline
     deadline = time.monotonic() + plan.budget_s
-    return Effort(plan.blocks, plan.max_blocks, margin, plan.min_block_s, deadline)
+    return Effort(plan.blocks, plan.max_blocks, plan.processes, margin, plan.min_block_s, deadline)
 
 
 def _floor(context: Context, crew: Crew, cells: Sequence[Cell]) -> float:

@@ -15,7 +15,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -96,6 +96,17 @@ class Crew:
         self._ready.discard(name)
         self._workers.pop(name).close()
 
+    def renew(self, names: Sequence[str]) -> None:
+        """Fresh processes for these: what differs between equal ones for their lifetime is another draw then. They load
+        side by side. Raises MeasureError where one cannot."""
+        for name in names:
+            if name in self._workers:
+                self._lose(name)
+        for name in names:
+            self._workers[name] = self._start(name)
+        for name in names:
+            self.worker(name)
+
     def close(self) -> None:
         for worker in self._workers.values():
             worker.close()
@@ -169,11 +180,12 @@ def survey(crew: Crew, case: AttentionCase, *, blocks: int, min_s: float, names:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure, and which difference is none: blocks of one build, the most of all builds, the margin of
-    SAME, and when the time is over (of `time.monotonic`)."""
+    """How long to measure, and which difference is none: blocks of one build, in how many processes every cell is
+    built, the most blocks of all builds of a cell, the margin of SAME, and when the time is over (`time.monotonic`)."""
 
     blocks: int
     max_blocks: int
+    processes: int
     margin: float
     min_s: float
     deadline: float = math.inf
@@ -222,13 +234,17 @@ def compare(
     *,
     heard: Callable[[Compared], None] = lambda one: None,
 ) -> list[Compared]:
-    """Two contenders on several cases, judged together. A pair that is ambiguous is built again, with other buffers,
-    and measured longer, until none is, none may be, or the time is over. `heard` after every build of a pair."""
+    """Two contenders on several cases, judged together. Every pair is built in as many processes as the effort says;
+    one that is ambiguous then is built again in fresh ones, until none is, none may be, or the time is over. `heard`
+    after every build of a pair."""
     found = [Compared(pair) for pair in pairs]
     left = found
-    while left:
+    num_processes = 0
+    while True:
+        if num_processes:
+            crew.renew([champion, candidate])
         for one in left:
-            if one.runs and time.monotonic() >= effort.deadline:
+            if num_processes and time.monotonic() >= effort.deadline:
                 break
             began = time.monotonic()
             command = BenchCommand(
@@ -237,19 +253,22 @@ def compare(
                 min_s=effort.min_s,
                 backend=one.pair.backend,
                 replicas=PAIR_REPLICAS,
-                build=len(one.runs),
             )
             one.runs.append(_run(crew, command, [champion, candidate], effort.blocks, least=2))
             one.seconds += time.monotonic() - began
             heard(one)
         whole = [one for one in found if not one.is_lost]
-        judged = judge([one.estimate(champion, candidate) for one in whole], effort.margin)
-        for one, told in zip(whole, judged, strict=True):
+        estimates = [one.estimate(champion, candidate) for one in whole]
+        groups = [(one.pair.metric, one.pair.backend, one.pair.case.phase) for one in whole]
+        for one, told in zip(whole, judge(estimates, effort.margin, groups), strict=True):
             one.judged = told
-        if time.monotonic() >= effort.deadline:
-            break
-        left = [o for o in whole if o.judged and o.judged.verdict == "AMBG" and o.num_blocks < effort.max_blocks]
-    return found
+        more = [one for one in whole if one.num_blocks + effort.blocks <= effort.max_blocks]
+        num_processes += 1
+        if num_processes >= effort.processes:
+            more = [one for one in more if one.judged is not None and one.judged.verdict == "AMBG"]
+        left = more
+        if not left or time.monotonic() >= effort.deadline:
+            return found
 
 
 def noise_floor(crew: Crew, cases: Sequence[AttentionCase], one: str, twin: str, effort: Effort) -> float:
@@ -258,7 +277,8 @@ def noise_floor(crew: Crew, cases: Sequence[AttentionCase], one: str, twin: str,
     A distance (0.007: 0.7 %). What differs between equal processes for their lifetime is in no interval. 0.0 where
     nothing could be measured: those cases will tell it.
     """
-    found = compare(crew, [Pair(case) for case in cases], one, twin, effort)
+    once = replace(effort, processes=1, max_blocks=effort.blocks)
+    found = compare(crew, [Pair(case) for case in cases], one, twin, once)
     ratios = [pair.judged.interval.value for pair in found if pair.judged is not None]
     return max((max(ratio, 1 / ratio) - 1 for ratio in ratios), default=0.0)
 

@@ -39,7 +39,7 @@ Pass = Literal["equal", "5 % slower", "2 % slower"]
 
 PASSES: dict[Pass, float] = {"equal": 0.0, "5 % slower": 0.05, "2 % slower": 0.02}
 MARGIN = 0.01
-FIRST_BLOCKS, MOST_BLOCKS = 8, 48
+FIRST_BLOCKS, MOST_BLOCKS, PROCESSES = 8, 48, 2
 _MIN_BLOCK_S = 0.01
 
 
@@ -113,7 +113,7 @@ def drill(
 
 def _effort(margin: float, budget_s: float | None) -> Effort:
     deadline = math.inf if budget_s is None else time.monotonic() + budget_s
-    return Effort(FIRST_BLOCKS, MOST_BLOCKS, margin, _MIN_BLOCK_S, deadline)
+    return Effort(FIRST_BLOCKS, MOST_BLOCKS, PROCESSES, margin, _MIN_BLOCK_S, deadline)
 
 
 def _running(crew: Crew, offered: Sequence[Pair], num: int) -> list[Pair]:

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from gates.paired_ratio import Estimate, Side, block_log_ratios, estimate, judge, verdict
+from gates.paired_ratio import Estimate, Side, block_log_ratios, estimate, judge, process_variance, verdict
 from gates.statistics import Interval
 
 
@@ -105,6 +105,26 @@ def test_a_second_build_with_other_buffers_narrows_the_interval() -> None:
     once = [estimate([build(seed, 1.0, scatter=0.01)]) for seed in range(10)]
     thrice = [estimate([build(100 * nth + seed, 1.0, scatter=0.01) for nth in range(3)]) for seed in range(10)]
     assert np.mean([one.error for one in thrice]) < 0.75 * np.mean([one.error for one in once])
+
+
+def test_processes_that_differ_for_their_lifetime_are_no_difference() -> None:
+    """Equal sides; two processes differ by 4 %, as an H200 showed for one decode kernel."""
+
+    def cell(seed: int, scatter: float) -> Estimate:
+        generator = np.random.default_rng([seed, 7])
+        ratios = np.exp(generator.normal(0, scatter, 2))
+        return estimate([build(100 * nth + seed, float(ratio)) for nth, ratio in enumerate(ratios)])
+
+    differing, alike = ([cell(seed, scatter) for seed in range(12)] for scatter in (0.04, 0.0))
+    groups = ["differing"] * 12 + ["alike"] * 12
+    found = [one.verdict for one in judge([*differing, *alike], 0.01, groups)]
+    assert {"FAST", "SLOW"}.isdisjoint(found)
+    assert found[12:].count("SAME") >= 11, "the kernel beside it is not held back"
+    alone = [one.verdict for one in judge([one.builds[0] for one in differing], 0.01)]
+    assert {"FAST", "SLOW"} & set(alone), "one process each would have been believed"
+    variance, degrees = process_variance(differing)
+    assert math.sqrt(variance) == pytest.approx(0.04, rel=0.5)
+    assert degrees == 12
 
 
 def test_the_more_cells_are_decided_the_less_each_needs() -> None:

@@ -23,7 +23,7 @@ CASE = AttentionCase(
     phase="decode", batch="2q1s64", heads_q=4, heads_kv=2, head_dim_qk=16, head_dim_vo=16, dtype="float32"
 )
 OTHER = CASE.model_copy(update={"batch": "q1s64"})
-EFFORT = Effort(blocks=4, max_blocks=16, margin=0.01, min_s=0.01)
+EFFORT = Effort(blocks=4, max_blocks=16, processes=1, margin=0.01, min_s=0.01)
 
 
 class Scripted:
@@ -31,11 +31,15 @@ class Scripted:
 
     def __init__(self, names: list[str], answer: Any) -> None:
         self.contenders = dict.fromkeys(names)
-        self.asked: list[tuple[str, str, int]] = []
+        self.asked: list[tuple[str, str]] = []
+        self.renewed: list[list[str]] = []
         self._answer = answer
 
+    def renew(self, names: list[str]) -> None:
+        self.renewed.append(names)
+
     def ask(self, name: str, command: BenchCommand) -> BenchSample:
-        self.asked.append((name, command.metric, command.build))
+        self.asked.append((name, command.metric))
         found: BenchSample = self._answer(name, command, len(self.asked))
         return found
 
@@ -49,8 +53,8 @@ def steady(name: str, command: BenchCommand, nth: int) -> BenchSample:
 def test_a_block_is_a_b_b_a_and_the_ceilings_lie_between_blocks() -> None:
     crew: Any = Scripted(["a", "b"], steady)
     run = survey(crew, CASE, blocks=2, min_s=0.01)
-    block = [("a", "kernel_s", 0), ("b", "kernel_s", 0), ("b", "kernel_s", 0), ("a", "kernel_s", 0)]
-    after = [[(name, "matmul_s", 0), (name, "read_s", 0)] for name in "ba"]
+    block = [("a", "kernel_s"), ("b", "kernel_s"), ("b", "kernel_s"), ("a", "kernel_s")]
+    after = [[(name, "matmul_s"), (name, "read_s")] for name in "ba"]
     assert crew.asked == [*block[:2], *block, *after[0], *block, *after[1]]
     assert run.seconds("b") == [2.0] * 12
     assert run.block_medians("a") == [1.0, 1.0]
@@ -79,10 +83,29 @@ def test_only_what_is_ambiguous_is_built_again_until_its_last_block_or_the_deadl
     found = compare(crew, [Pair(CASE), Pair(OTHER)], "a", "b", EFFORT, heard=heard.append)
     assert [one.num_blocks for one in found] == [16, 4]
     assert [one.pair.case for one in heard] == [CASE, OTHER, CASE, CASE, CASE]
-    assert {build for _, metric, build in crew.asked if metric == "kernel_s"} == {0, 1, 2, 3}, "with other buffers"
+    assert crew.renewed == [["a", "b"]] * 3, "in fresh processes"
     hurried = compare(crew, [Pair(CASE)], "a", "b", replace(EFFORT, deadline=time.monotonic()))
     assert hurried[0].judged is not None
     assert (hurried[0].judged.verdict, hurried[0].num_blocks) == ("AMBG", 4)
+
+
+def test_every_case_is_built_in_as_many_processes_as_the_effort_says() -> None:
+    crew: Any = Scripted(["a", "b"], steady)
+    found = compare(crew, [Pair(CASE), Pair(OTHER)], "a", "b", replace(EFFORT, processes=2))
+    assert [len(one.runs) for one in found] == [2, 2]
+    assert len(crew.renewed) == 1
+
+
+def test_processes_that_differ_leave_a_case_ambiguous() -> None:
+    def differing(name: str, command: BenchCommand, nth: int) -> BenchSample:
+        slower = 1 + 0.04 * (len(crew.renewed) % 2) if name == "b" else 1.0
+        return BenchSample(seconds=(slower,) * 3, work=1.0)
+
+    crew: Any = Scripted(["a", "b"], differing)
+    [once] = compare(crew, [Pair(CASE)], "a", "b", replace(EFFORT, max_blocks=4))
+    assert once.judged is not None and once.judged.verdict == "SAME", "one process cannot tell"
+    [found] = compare(crew, [Pair(CASE)], "a", "b", replace(EFFORT, processes=2))
+    assert found.judged is not None and found.judged.verdict == "AMBG"
 
 
 def test_builds_of_a_case_are_one_run_in_the_end() -> None:
@@ -157,6 +180,9 @@ def test_real_workers_are_measured_refused_killed_and_hung(crew: Crew, monkeypat
 
     back = survey(crew, CASE, blocks=1, min_s=0.002)
     assert back.lost == {}, "a fresh process answers the next case"
+    before = {name: crew.worker(name).pid for name in crew.contenders}
+    crew.renew(list(crew.contenders))
+    assert all(crew.worker(name).pid != pid for name, pid in before.items())
 
     os.kill(crew.worker("torch_sdpa:math").pid, signal.SIGSTOP)
     monkeypatch.setattr(crew, "_timeout_s", 0.5)
