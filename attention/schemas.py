@@ -151,6 +151,7 @@ _TABLES: dict[str, dict[str, pa.DataType]] = {
         "p95_s": _REAL,
         "p99_s": _REAL,
         "num_samples": _INT,
+        "tokens_per_s": _REAL,  # query tokens of the batch / p50_s, one layer
         "limit_s": _REAL,  # max(FLOPs / matrix product, bytes / read), both measured in the same rounds
         "limited_by": _STR,  # flops | bytes
         "limit_ratio": _REAL,  # limit_s / p50_s

@@ -73,6 +73,7 @@ class StressPlan(_Section):
 
 class BaselinePlan(_Section):
     cells_per_family: int = Field(ge=1)  # heaviest traffic buckets measured, of prefill, decode and extend each
+    decode_batches: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)  # each is a cell of every bucket
     blocks: int = Field(ge=4)  # interleaved blocks a cell, before the first verdict
     processes: int = Field(ge=1)  # fresh ones in which every cell is measured: two equal ones differ for their lifetime
     max_blocks: int = Field(ge=4)  # of all processes; an ambiguous cell gets more, up to so many

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from attention.cases import AttentionCase
 from attention.job import BenchJob
@@ -19,16 +20,15 @@ from attention.model_config import read_config, resolve_dtype
 from data.candidate import OWN
 from data.mix import load_mix
 from data.plan import TrafficScale
-from data.requests import MIN_OUTPUT, MIN_TOKENS, Bucket, RequestLength, lengths, scale, shape_weights
+from data.requests import MIN_OUTPUT, MIN_TOKENS, Bucket, Family, RequestLength, lengths, scale, shape_weights
 from gates import baseline as gate
 from tasks import first_calls, stress
 from tasks.context import SIDES, Context, Side, StageOutcome
 from tasks.measurement import Compared, Contender, Crew, Effort, Metric, Pair, compare, noise_floor
 from tasks.perf_rows import Cell, Who, backend_row, ceiling_rows, pair_row, sample_rows
 
-DECODE_BATCH = 4
 TWIN = "champion-again"
-_FAMILIES = (("prefill", "ttft_s"), ("decode", "tpot_s"), ("extend", None))
+_FAMILIES: tuple[tuple[Family, Metric | None], ...] = (("prefill", "ttft_s"), ("decode", "tpot_s"), ("extend", None))
 
 
 def run(context: Context) -> StageOutcome:
@@ -79,28 +79,25 @@ def plan_cells(context: Context, traffic: Sequence[RequestLength]) -> Iterator[C
     buckets = [b for b in shape_weights(traffic) if b.kv_len <= plan.max_kv_len]
     for family, metric in _FAMILIES:
         heaviest = [b for b in buckets if b.family == family][: plan.cells_per_family]
+        batches = plan.decode_batches if family == "decode" else (1,)
         for bucket in heaviest:
-            yield Cell("kernel_s", bucket, _case(context, bucket))
+            for batch in batches:  # which share the bucket's work
+                part = replace(bucket, weight=bucket.weight / len(batches))
+                yield Cell("kernel_s", part, _case(context, bucket, batch))
         if heaviest and metric is not None and plan.model_steps:
             # The bucket with the shortest contexts of these: where most requests are.
             most = min(heaviest, key=lambda bucket: bucket.kv_len)
-            step: Metric = "ttft_s" if metric == "ttft_s" else "tpot_s"
-            yield Cell(step, most, _case(context, most))
+            yield Cell(metric, most, _case(context, most, batches[0]))
 
 
-def _case(context: Context, bucket: Bucket) -> AttentionCase:
+def _case(context: Context, bucket: Bucket, batch: int) -> AttentionCase:
     config = read_config(context.cell.model_path)
     heads = int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
-    batches = {
-        "prefill": f"q{bucket.kv_len}",
-        "decode": f"{DECODE_BATCH}q1s{bucket.kv_len}",
-        "extend": f"q{bucket.q_len}s{bucket.kv_len}",
-    }
     setup = context.setup("candidate")
     return AttentionCase(
         phase=bucket.family,
-        batch=batches[bucket.family],
+        batch=f"{batch}q{bucket.q_len}s{bucket.kv_len}",
         heads_q=heads,
         heads_kv=int(config.get("num_key_value_heads") or heads),
         head_dim_qk=head_dim,

@@ -109,6 +109,7 @@ def backend_row(cell: Cell, run: Run, name: str, who: Who, mix: str) -> Row:
         "p95_s": float(np.quantile(seconds, 0.95)),
         "p99_s": float(np.quantile(seconds, 0.99)),
         "num_samples": len(seconds),
+        "tokens_per_s": sum(member.q_len for member in cell.case.members) / p50,
         "cold_ratio": first.cold_ratio,
         "first_call_s": first.first_call_s,
         "workspace_bytes": first.workspace_bytes,

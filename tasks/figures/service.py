@@ -173,7 +173,7 @@ def _tail(ax: Axes, curves: Sequence[_Curve], last: float, name: str) -> None:
     for objective in {row[f"slo_{name}_s"] for curve in curves for row in curve.rows if row[f"slo_{name}_s"]}:
         limit = 1e3 * objective
         ax.axhline(limit, color=BAD, ls=":", lw=1.5)
-        ends.append(End(last, limit, f"objective {limit:.3g} ms", BAD))
+        ends.append(End(last, limit, f"objective {limit:,.0f} ms", BAD))
         values.append(limit)
     if values and min(values) > 0 and max(values) > _LINEAR_UP_TO * min(values):
         ax.set_yscale("log")

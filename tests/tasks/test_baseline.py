@@ -8,7 +8,7 @@ from data.candidate import Loaded, load_candidate
 from data.paths import repo_dir
 from data.plan import TrafficScale
 from data.requests import RequestLength
-from tasks.baseline import DECODE_BATCH, plan_cells, request_lengths, scaled
+from tasks.baseline import plan_cells, request_lengths, scaled
 from tasks.context import Context
 
 
@@ -41,8 +41,17 @@ def test_a_cell_is_the_case_that_the_model_launches(demo: Context) -> None:
     shape = (prefill.case.heads_q, prefill.case.heads_kv, prefill.case.head_dim_qk, prefill.case.head_dim_vo)
     assert shape == (9, 3, 64, 64)
     assert str(prefill.case.batch) == f"q{prefill.bucket.kv_len}"
-    assert str(decode.case.batch) == f"{DECODE_BATCH}q1s{decode.bucket.kv_len}"
+    assert str(decode.case.batch) == f"4q1s{decode.bucket.kv_len}"
     assert str(extend.case.batch) == "q128s512"
+
+
+def test_every_decode_batch_of_the_plan_is_a_cell_and_they_share_the_work(demo: Context) -> None:
+    batches = demo.plan.baseline.model_copy(update={"decode_batches": (1, 8), "cells_per_family": 2})
+    loaded = demo.candidate.model_copy(update={"plan": demo.plan.model_copy(update={"baseline": batches})})
+    cells = [c for c in plan_cells(replace(demo, candidate=loaded), request_lengths(demo)) if c.case.phase == "decode"]
+    assert [len(cell.case.members) for cell in cells] == [1, 8, 1, 8]
+    whole = [c for c in plan_cells(demo, request_lengths(demo)) if c.case.phase == "decode"][:2]
+    assert sum(cell.bucket.weight for cell in cells) == pytest.approx(sum(cell.bucket.weight for cell in whole))
 
 
 def test_lengths_are_scaled_as_the_plan_plays_them() -> None:

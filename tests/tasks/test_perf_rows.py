@@ -55,6 +55,7 @@ def test_a_figure_stands_beside_the_limit_of_the_machine_and_keeps_its_tail() ->
     assert row["limit_ratio"] == pytest.approx(0.5)
     assert row["datasheet_ratio"] == pytest.approx(0.5 * 4.0 / 4.8)
     assert row["p99_s"] == pytest.approx(3 * row["p50_s"]), "outliers are the tail"
+    assert row["tokens_per_s"] == pytest.approx(8 / row["p50_s"])
     assert (row["calls"], row["weight"], row["num_samples"], row["peak_bytes"]) == (12.0, 0.5, 12, 9)
 
 
