@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from attention import contender
 from attention.cases import AttentionCase
 from attention.contender import prepare, random_problem
 from attention.outcomes import MeasurementError
-from attention.timing import clock_of
+from attention.timing import CudaClock, clock_of
 
 CASES = (
     ("prefill", "q80_q33", {}),
@@ -91,3 +93,59 @@ def test_inputs_are_random_and_the_same_for_every_contender() -> None:
     assert torch.equal(first.q_THD, second.q_THD)
     assert first.q_THD.std() == pytest.approx(1.0, abs=0.3)
     assert torch.isnan(first.k).any(), "slots that no member owns are poisoned"
+
+
+class Event:
+    """Of wall time, in place of a device's."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.fixture
+def device_clock(monkeypatch: pytest.MonkeyPatch) -> CudaClock:
+    """The clock of a GPU on the CPU: its bookkeeping is the same."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=100_000))
+    monkeypatch.setattr(contender, "_NOISE", 10.0)  # the CPU proves nothing
+    return CudaClock("cuda")
+
+
+def test_on_a_gpu_calls_rotate_over_more_than_a_cache_and_over_the_replicas(device_clock: CudaClock) -> None:
+    one = case("decode", "q1s100")
+    ready = prepare("torch_sdpa:math", one, "cpu", device_clock, replicas=4)
+    rotation, (plans, problems) = ready.rotation, ready.held
+    copy_bytes = problems[0].k.nbytes + problems[0].v.nbytes
+    assert len(rotation.calls) * copy_bytes > 3 * device_clock.l2_bytes
+    assert (rotation.replicas, len(plans), len(rotation.calls) % 4) == (4, 4, 0)
+    assert len({problem.k.data_ptr() for problem in problems}) == len(problems)
+    assert ready.cold_ratio is not None
+    outputs = [call()[0] for call in rotation.calls]
+    assert all(torch.equal(outputs[0], other) for other in outputs)
+    taken = device_clock.times(rotation, min_s=1e-9)
+    assert len(taken) % 4 == 0
+    assert rotation.at % 4 == 0
+
+
+def test_large_inputs_prove_themselves_and_have_few_copies(device_clock: CudaClock) -> None:
+    ready = prepare("torch_sdpa:math", case("decode", "2q1s400"), "cpu", device_clock, replicas=4)
+    assert ready.cold_ratio is None, "one alone is larger than the cache"
+    assert len(ready.rotation.calls) == 4
+
+
+def test_a_cache_that_holds_the_copies_is_found_out(device_clock: CudaClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contender, "_NOISE", 0.03)
+    monkeypatch.setattr(
+        CudaClock, "block", lambda self, rotation, num: [2e-5 if len(rotation.calls) > 12 else 1e-5] * num
+    )
+    with pytest.raises(MeasurementError, match="rotating buffers") as caught:
+        prepare("torch_sdpa:math", case("decode", "q1s100"), "cpu", device_clock, replicas=4)
+    assert caught.value.outcome == "warm_cache"
