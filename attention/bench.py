@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -196,6 +197,8 @@ def _answered(bench: Bench, line: str) -> BenchSample:
 
 
 def main(job: BenchJob) -> None:
-    # stdout is the channel: whatever a library prints must not enter it.
-    channel, sys.stdout = sys.stdout, sys.stderr
+    # stdout is the channel: whatever a library prints, from C too, must not enter it.
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
     serve(job, sys.stdin, channel)

@@ -39,17 +39,18 @@ def caches_in(folder: Path) -> dict[str, str]:
 
 
 def measure(backend: str, cases: Sequence[AttentionCase], device: str) -> dict[str, float]:
-    """Seconds of the start, and of the first and the second calls of all cases together. Raises what the backend
-    raises, and MeasurementError for a case that it does not take."""
+    """Seconds of the start, and of the first and the second calls of all cases together that the backend takes. Raises
+    what it raises, and MeasurementError where it takes none."""
     import torch
 
     from attention.backends import create
     from attention.contender import random_problem
 
     made = create(backend, device)
-    for case in cases:
-        if reasons := made.check(case):
-            raise MeasurementError("refused", "; ".join(map(str, reasons)))
+    refused = {case: made.check(case) for case in cases}
+    taken_on = [case for case, reasons in refused.items() if not reasons]
+    if not taken_on:
+        raise MeasurementError("refused", "; ".join(str(reason) for reasons in refused.values() for reason in reasons))
 
     def settle() -> None:
         if device.startswith("cuda"):
@@ -59,7 +60,7 @@ def measure(backend: str, cases: Sequence[AttentionCase], device: str) -> dict[s
     import_s = time.monotonic() - STARTED
     taken = [0.0, 0.0]
     with torch.inference_mode():
-        for problem in (random_problem(case, device) for case in cases):
+        for problem in (random_problem(case, device) for case in taken_on):
             for nth in range(2):
                 settle()
                 started = time.perf_counter()
@@ -87,6 +88,8 @@ def _run(options: argparse.Namespace) -> int:
         cases = TypeAdapter(list[AttentionCase]).validate_python(read_json(options.cases))
     except ValidationError as error:
         raise UserError(f"--cases {options.cases}: {error.errors()[0]['msg']}") from error
+    if not cases:
+        raise UserError(f"--cases {options.cases}: no case; name one at least")
     try:
         found = measure(options.backend, cases, options.device)
     except UserError:

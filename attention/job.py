@@ -154,10 +154,10 @@ class BenchCommand(_Strict):
 
     metric: Literal["kernel_s", "ttft_s", "tpot_s", "matmul_s", "read_s"]
     case: AttentionCase
-    min_s: float
+    min_s: float = Field(ge=0, allow_inf_nan=False)
     backend: str | None = None
-    replicas: int = Field(default=2, ge=1)
-    slowdown: float = Field(default=0.0, ge=0)
+    replicas: int = Field(default=2, ge=1, le=64)
+    slowdown: float = Field(default=0.0, ge=0, le=10)
 
 
 class BenchSample(BaseModel):

@@ -32,18 +32,21 @@ _FAMILY = """
 with cells as (
   select * from perf_cells
   where release_id = $release and family = $family and metric = $metric
-  qualify row_number() over (partition by case_id, backend order by time desc) = 1
+  qualify row_number() over (partition by case_id order by time desc) = 1
 )
 select count(*) as num_cells,
   case when count(weight) = count(*) then sum(weight) end as weight,
   strict_min(num_blocks) as num_blocks,
-  count(*) filter (least(ratio, ratio_low, ratio_high) <= 0 or weight < 0) as num_impossible,
+  count(*) filter (
+    least(ratio, ratio_low, ratio_high) <= 0 or weight < 0 or ratio < ratio_low or ratio > ratio_high
+    or verdict is null or verdict not in ('SAME', 'FAST', 'SLOW', 'AMBG')
+  ) + case when sum(weight) > 1 + 1e-6 then 1 else 0 end as num_impossible,
   case when count(ratio) = count(*) then sum(weight * ratio) / sum(weight) end as ratio,
   case when count(ratio_low) = count(*) then sum(weight * ratio_low) / sum(weight) end as ratio_low,
   case when count(ratio_high) = count(*) then sum(weight * ratio_high) / sum(weight) end as ratio_high,
   coalesce(sum(weight) filter (verdict = 'AMBG'), 0) as ambiguous,
-  coalesce(max(ratio_low) filter (verdict = 'SLOW' and weight > $cell_weight), 0) as slow_cell,
-  arg_max(case_id, ratio_low) filter (verdict = 'SLOW' and weight > $cell_weight) as slow_case
+  coalesce(max(ratio_low) filter (weight > $cell_weight), 0) as slow_cell,
+  arg_max(case_id, ratio_low) filter (weight > $cell_weight) as slow_case
 from cells
 """
 
@@ -71,6 +74,21 @@ select count(*) as num_rows,
 from rows
 """
 
+# Cells that both sides measured and nobody compared, and the other way round.
+_UNPAIRED = """
+with measured as (
+  select family, metric, case_id from perf_backends
+  where release_id = $release and (outcome is null or outcome in ('measured', 'above_limit'))
+  group by all having count(distinct side) = 2
+), compared as (
+  select distinct family, metric, case_id from perf_cells where release_id = $release
+)
+select count(*) as num_cells, count(*) filter (measured.case_id is null or compared.case_id is null) as num_unpaired,
+  string_agg(coalesce(measured.case_id, compared.case_id), ', ')
+    filter (measured.case_id is null or compared.case_id is null) as unpaired
+from measured full join compared using (family, metric, case_id)
+"""
+
 _FLOOR = """
 select count(*) as num_cells, strict_max(aa_floor) as aa_floor
 from perf_cells where release_id = $release and metric = 'kernel_s'
@@ -78,6 +96,7 @@ from perf_cells where release_id = $release and metric = 'kernel_s'
 
 _SAMPLES = """
 select count(*) as num_samples,
+  count(*) filter (seconds is null or not isfinite(seconds) or seconds <= 0) as num_impossible,
   count(*) filter (confirmed_backend is distinct from backend) as num_other,
   string_agg(distinct concat(confirmed_backend, ' ran for ', backend), ', ')
     filter (confirmed_backend is distinct from backend) as others
@@ -93,7 +112,10 @@ def judge(lake: Path, release_id: str, plan: Plan) -> list[Check]:
     with Lake(lake, release_id=release_id) as tables:
         samples = tables.frame(_SAMPLES, release=release_id)
         num = int(samples.iloc[0]["num_samples"])
-        notes = {"confirmed": Note(f"1 sample of {num}", num, str(samples.iloc[0]["others"]))}
+        notes = {
+            "confirmed": Note(f"1 sample of {num}", num, str(samples.iloc[0]["others"])),
+            "samples": Note(f"1 sample of {num}", num, "a time that no clock gives"),
+        }
         checks = measured_rows(tables, release_id, limits, TABLES)
         checks += evaluate(load_suite("baseline_samples"), samples, limits, notes)
         checks += _machine_checks(tables, release_id, limits)
@@ -118,6 +140,10 @@ def _machine_checks(tables: Lake, release_id: str, limits: Limits) -> list[Check
     num, losses = int(outcomes.iloc[0]["num_rows"]), str(outcomes.iloc[0]["losses"])
     suite = load_suite("baseline_outcomes")
     checks = evaluate(suite, outcomes, limits, {name: Note(f"1 of {num} rows", num, losses) for name in suite.checks})
+    unpaired = tables.frame(_UNPAIRED, release=release_id)
+    num_cells = int(unpaired.iloc[0]["num_cells"])
+    note = Note(f"1 of {num_cells} cells", num_cells, str(unpaired.iloc[0]["unpaired"]))
+    checks += evaluate(load_suite("baseline_paired"), unpaired, limits, {"paired": note})
     floor = tables.frame(_FLOOR, release=release_id)
     value = float(floor.iloc[0]["aa_floor"])
     note = Note(f"a difference of {statistics.percent(value)}", int(floor.iloc[0]["num_cells"]))

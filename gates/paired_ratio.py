@@ -35,6 +35,7 @@ Turn = Sequence[float]  # seconds of calls; call i was on replica i modulo their
 TRIM = 0.2  # share of the blocks left out at either end
 FALSE_SHARE = 0.05
 MIN_BLOCKS = 4
+UPPER = 0.8
 _NUM_RESAMPLES = 1000
 
 
@@ -49,9 +50,9 @@ class Side:
         """Log seconds of each replica: mean over turns of the median of its calls, less the turn's own level."""
         levels: list[list[float]] = [[] for _ in range(self.num_replicas)]
         for turn in self.turns:
-            level = math.log(float(np.median(turn)))
+            level = _log_median(turn)
             for replica in range(min(self.num_replicas, len(turn))):
-                levels[replica].append(math.log(float(np.median(turn[replica :: self.num_replicas]))) - level)
+                levels[replica].append(_log_median(turn[replica :: self.num_replicas]) - level)
         return [float(np.mean(one)) for one in levels if one]
 
 
@@ -76,9 +77,19 @@ class Estimate:
 
 
 def block_log_ratios(champion: Side, candidate: Side) -> list[float]:
-    """Log ratio of every block, of the medians of its turns."""
-    theirs, ours = ([math.log(float(np.median(turn))) for turn in side.turns] for side in (champion, candidate))
+    """Log ratio of every block, of the medians of its turns; NaN for one that is no positive time.
+
+    Raises ValueError for sides of unequal length, or half a block: they were not measured in turns.
+    """
+    if len(champion.turns) != len(candidate.turns) or len(champion.turns) % 2:
+        raise ValueError(f"{len(champion.turns)} and {len(candidate.turns)} turns are no blocks of two turns a side")
+    theirs, ours = ([_log_median(turn) for turn in side.turns] for side in (champion, candidate))
     return [(ours[i] + ours[i + 1] - theirs[i] - theirs[i + 1]) / 2 for i in range(0, len(ours) - 1, 2)]
+
+
+def _log_median(turn: Turn) -> float:
+    median = float(np.median(turn)) if len(turn) else math.nan
+    return math.log(median) if median > 0 else math.nan
 
 
 def estimate(builds: Sequence[tuple[Side, Side]]) -> Estimate:
@@ -120,7 +131,10 @@ def _sum(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def process_variance(estimates: Sequence[Estimate]) -> tuple[float, float]:
     """By how much processes differ beyond the errors of blocks and replicas: variance of a log ratio, and its degrees
-    of freedom; (0, 0) where no cell was built twice."""
+    of freedom; (0, 0) where no cell was built twice.
+
+    The upper bound at UPPER: two builds that agree by luck say little, and would be believed too much.
+    """
     spread, free, within = 0.0, 0, 0.0
     for one in estimates:
         builds = [build for build in one.builds if math.isfinite(build.error)]
@@ -128,7 +142,9 @@ def process_variance(estimates: Sequence[Estimate]) -> tuple[float, float]:
             spread += float(np.var([build.log_ratio for build in builds], ddof=1)) * (len(builds) - 1)
             within += float(np.mean([build.error**2 for build in builds])) * (len(builds) - 1)
             free += len(builds) - 1
-    return (max(0.0, (spread - within) / free), float(free)) if free else (0.0, 0.0)
+    if not free:
+        return 0.0, 0.0
+    return max(0.0, spread / float(stats.chi2.ppf(1 - UPPER, free)) - within / free), float(free)
 
 
 def widened(one: Estimate, variance: float, degrees: float) -> Estimate:

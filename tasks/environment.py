@@ -175,7 +175,11 @@ class Worker:
         line = self._child.stdout.readline()
         if not line:
             raise MeasureError(f"{self._name}: {_how(self._child.wait())}: {_tail(self._log)}")
-        answer: dict[str, Any] = json.loads(line)
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except ValueError:
+            self._child.kill()
+            raise MeasureError(f"{self._name}: no answer but {line[:200]!r}") from None
         return answer
 
     def close(self) -> None:

@@ -50,7 +50,10 @@ def one_a_phase(cases: Iterable[AttentionCase]) -> list[AttentionCase]:
 def cold_and_warm(
     backend: str, cases: Sequence[AttentionCase], device: str, python: str, timeout_s: float = TIMEOUT_S
 ) -> list[Row]:
-    """Two processes, one after the other, with caches in a folder that is empty before the first."""
+    """Two processes, one after the other, with caches in a folder that is empty before the first; none without a
+    case."""
+    if not cases:
+        return []
     with tempfile.TemporaryDirectory(prefix="first-call-") as folder:
         work = Path(folder)
         write_atomically(work / "cases.json", json.dumps([case.model_dump(mode="json") for case in cases]))

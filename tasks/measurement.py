@@ -259,7 +259,7 @@ def compare(
             heard(one)
         whole = [one for one in found if not one.is_lost]
         estimates = [one.estimate(champion, candidate) for one in whole]
-        groups = [(one.pair.metric, one.pair.backend, one.pair.case.phase) for one in whole]
+        groups = [(one.pair.backend, one.pair.case.phase) for one in whole]
         for one, told in zip(whole, judge(estimates, effort.margin, groups), strict=True):
             one.judged = told
         more = [one for one in whole if one.num_blocks + effort.blocks <= effort.max_blocks]
@@ -301,8 +301,11 @@ def _run(crew: Crew, command: BenchCommand, names: Sequence[str], blocks: int, *
 
 
 def _block(crew: Crew, run: Run) -> None:
-    """A B B A, then the ceilings. Who is lost on the way is out of this case, with the seconds that it gave."""
+    """A B B A, the next block B A A B, since what follows the ceilings is not as the rest; then the ceilings. Who is
+    lost on the way is out of this case, with the seconds that it gave."""
     names = list(run.first)
+    if run.num_blocks % 2:
+        names.reverse()
     turns: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for name in (*names, *reversed(names)):
         if name in run.lost:

@@ -77,7 +77,7 @@ def test_too_few_blocks_are_inconclusive(evidence: Any, plan: Plan, judged: Any)
 def test_a_family_that_was_not_measured_is_inconclusive(evidence: Any, plan: Plan, judged: Any) -> None:
     evidence.samples()
     evidence.cells(lambda row: row if row["family"] == "prefill" else None)
-    found = judged(judge(evidence, plan))
+    found = judged(judge(evidence, plan, lambda row: row if row["family"] == "prefill" else None))
     assert found.verdict is Verdict.INCONCLUSIVE
     assert all(name.startswith("decode.") for name in found.named(Verdict.INCONCLUSIVE))
 
@@ -130,7 +130,8 @@ def test_a_cell_that_was_lost_is_told_by_whose_it_was(
     evidence: Any, plan: Plan, judged: Any, side: str, outcome: str | None, verdict: Verdict, check: str
 ) -> None:
     evidence.samples()
-    evidence.cells()
+    is_compared = outcome in ("above_limit", None)
+    evidence.cells(lambda row: row if is_compared or row["case_id"] != "decode2" else None)
 
     def lose(row: dict[str, Any]) -> dict[str, Any]:
         lost = {"outcome": outcome, "error": "it went wrong"}
@@ -155,7 +156,46 @@ def test_a_machine_on_which_the_champion_differs_from_itself_decides_nothing(
 
 
 def test_an_empty_lake_is_inconclusive(evidence: Any, plan: Plan) -> None:
-    assert judge(evidence, plan).verdict is Verdict.INCONCLUSIVE
+    assert judge(evidence, plan, lambda row: None).verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("missing", ["cells", "outcomes"])
+def test_a_cell_that_was_measured_and_not_compared_is_an_error_and_the_other_way_round(
+    evidence: Any, plan: Plan, judged: Any, missing: str
+) -> None:
+    def without(row: dict[str, Any]) -> dict[str, Any] | None:
+        return None if row["case_id"] == "decode2" else row
+
+    evidence.samples()
+    evidence.cells(without if missing == "cells" else lambda row: row)
+    found = judged(judge(evidence, plan, without if missing == "outcomes" else lambda row: row))
+    assert found.named(Verdict.ERROR) == {"paired"}
+    assert "decode2" in found.checks["paired"].message
+
+
+def test_rows_of_a_backend_that_is_not_the_last_one_count_no_more(evidence: Any, plan: Plan, judged: Any) -> None:
+    evidence.samples()
+    evidence.cells(lambda row: row | {"backend": evidence.math})
+    evidence.cells(lambda row: row | slower(1.5) | {"time": evidence.span.end})
+    assert judged(judge(evidence, plan)).named(Verdict.FAIL) == {"decode.kernel_s.ratio", "prefill.kernel_s.ratio"}
+
+
+@pytest.mark.parametrize("said", ["SAME", "AMBG"])
+def test_a_slow_cell_fails_whatever_its_word(evidence: Any, plan: Plan, judged: Any, said: str) -> None:
+    evidence.samples()
+    evidence.cells(
+        lambda row: row | slower(2.6) | {"weight": 0.02, "verdict": said} if row["case_id"] == "decode2" else row
+    )
+    assert judged(judge(evidence, plan)).named(Verdict.FAIL) == {"decode.kernel_s.worst_cell"}
+
+
+@pytest.mark.parametrize("seconds", [math.nan, None, 0.0, -1.0, math.inf])
+def test_a_sample_that_no_clock_gives_is_an_error(
+    evidence: Any, plan: Plan, judged: Any, seconds: float | None
+) -> None:
+    evidence.samples(lambda row: row | {"seconds": seconds} if row["block"] == 3 else row)
+    evidence.cells()
+    assert judged(judge(evidence, plan)).named(Verdict.ERROR) == {"samples"}
 
 
 @pytest.mark.parametrize("table", ["samples", "cells", "outcomes"])
@@ -169,7 +209,19 @@ def test_a_row_of_another_environment_fails(
     assert judged(judge(evidence, plan)).named(Verdict.FAIL) == {"measured_rows"}
 
 
-@pytest.mark.parametrize("figure", [{"ratio": -0.9}, {"ratio": 0.0}, {"ratio_low": 0.0}, {"weight": -0.25}])
+@pytest.mark.parametrize(
+    "figure",
+    [
+        {"ratio": -0.9},
+        {"ratio": 0.0},
+        {"ratio_low": 0.0},
+        {"weight": -0.25},
+        {"weight": 5.0},
+        {"ratio": 3.0},
+        {"verdict": None},
+        {"verdict": "FASTER"},
+    ],
+)
 def test_a_ratio_of_times_that_no_clock_gives_is_an_error(
     evidence: Any, plan: Plan, judged: Any, figure: dict[str, float]
 ) -> None:

@@ -22,7 +22,7 @@ from tasks.measurement import Contender, Crew, Effort, Pair, compare, noise_floo
 CASE = AttentionCase(
     phase="decode", batch="2q1s64", heads_q=4, heads_kv=2, head_dim_qk=16, head_dim_vo=16, dtype="float32"
 )
-OTHER = CASE.model_copy(update={"batch": "q1s64"})
+OTHER = CASE.model_copy(update={"phase": "prefill", "batch": "q64"})
 EFFORT = Effort(blocks=4, max_blocks=16, processes=1, margin=0.01, min_s=0.01)
 
 
@@ -50,12 +50,13 @@ def steady(name: str, command: BenchCommand, nth: int) -> BenchSample:
     return BenchSample(seconds=(1.0 if name == "a" else 2.0,) * 3, confirmed="torch_sdpa:math")
 
 
-def test_a_block_is_a_b_b_a_and_the_ceilings_lie_between_blocks() -> None:
+def test_blocks_are_a_b_b_a_and_b_a_a_b_and_the_ceilings_lie_between_them() -> None:
     crew: Any = Scripted(["a", "b"], steady)
     run = survey(crew, CASE, blocks=2, min_s=0.01)
     block = [("a", "kernel_s"), ("b", "kernel_s"), ("b", "kernel_s"), ("a", "kernel_s")]
     after = [[(name, "matmul_s"), (name, "read_s")] for name in "ba"]
-    assert crew.asked == [*block[:2], *block, *after[0], *block, *after[1]]
+    turned = [("ab"[name == "a"], metric) for name, metric in block]
+    assert crew.asked == [*block[:2], *block, *after[0], *turned, *after[1]]
     assert run.seconds("b") == [2.0] * 12
     assert run.block_medians("a") == [1.0, 1.0]
     machine = run.machine()
