@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Protocol, get_args
 
 import yaml
@@ -123,11 +124,17 @@ def _runs(choices: Sequence[Choice], usual: str) -> list[_Run]:
 
 def _comment(text: str) -> str:
     """One line, whatever a name in it holds."""
-    return "# " + " ".join(text.split())
+    return "# " + " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 def check_ours(path: Path) -> None:
-    """Raises UserError for a file that is there and that this module did not write."""
+    """Raises UserError for a file that is there and that this module did not write, and for a place where none can be
+    written: asked before a measurement, neither costs it."""
+    try:
+        with TemporaryFile(dir=path.resolve().parent):
+            pass
+    except OSError as error:
+        raise UserError(f"{path}: nothing can be written there ({error.strerror}); name another file") from error
     try:
         with path.open(encoding="utf-8") as file:
             ours = file.readline().rstrip("\n") == MARK

@@ -406,7 +406,7 @@ def main() -> int:
         if hasattr(error, "format_message"):
             print(f"error: {error.format_message()}", file=sys.stderr)
             return 2
-        if type(error).__name__ in ("RouterError", "StaleGenerationError", "ProcessError"):
+        if type(error).__name__ in ("RouterError", "StaleGenerationError", "ProcessError", "MeasureError"):
             print(f"error: {error}", file=sys.stderr)
             return 3
         raise

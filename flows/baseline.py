@@ -6,7 +6,9 @@ each is from what the machine can do, and what one backend for everything would 
 
 from __future__ import annotations
 
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,8 +67,9 @@ class Baseline(BaseModel):
 
     @property
     def exit_code(self) -> int:
-        """0 measured; 1 some backend failed where its rules let it run; 3 cells were left out for want of time."""
-        if self.num_left_out:
+        """0 measured; 1 some backend failed where its rules let it run; 3 cells were left out for want of time, or
+        nothing was measured."""
+        if self.num_left_out or not any(row["outcome"] == "measured" for row in self.cells):
             return 3
         return 1 if any(row["outcome"] not in ("measured", "refused") for row in self.cells) else 0
 
@@ -75,12 +78,16 @@ def run(asked: Asked, *, say: Say) -> Baseline:
     """Raises UserError for a matrix, mix, backend or file that is none, before anything is measured."""
     matrix, mix, base = load_matrix(asked.matrix), _mix(asked), load_policy(asked.base)
     gpu = asked.gpu or matrix.gpus[0]
+    if gpu == "any":
+        raise UserError(f"--matrix {asked.matrix} is for any GPU: say which one this is with --gpu, `cpu` without one")
     if not matrix.covers(gpu):
         raise UserError(f"--gpu {gpu}: matrix {asked.matrix} is for {', '.join(matrix.gpus)}")
     if asked.propose is not None:
         check_ours(asked.propose)
     name = Path(asked.matrix).stem
-    folder = asked.out or state_dir() / "baselines" / f"{name}-{mix.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = (
+        asked.out or state_dir() / "baselines" / f"{name}-{mix.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    )
     lake = lake_dir() if asked.out is None else asked.out / "lake"
     plan = survey.Plan(
         name=name,
@@ -94,8 +101,11 @@ def run(asked: Asked, *, say: Say) -> Baseline:
     )
     found = survey.run(plan, lake=lake, work=folder / "work", say=say)
     selection = select(found.measured, mix.name)
+    policy = None
     if asked.propose is not None and selection.services:
-        write_policy(asked.propose, selection.services[0], base, f"{selection.sentence}; evidence {found.release_id}")
+        note = f"{selection.sentence}; evidence {found.release_id}{_lost_note(found.rows)}"
+        write_policy(asked.propose, selection.services[0], base, note)
+        policy = str(asked.propose)
     return Baseline(
         release_id=found.release_id,
         matrix=name,
@@ -105,10 +115,16 @@ def run(asked: Asked, *, say: Say) -> Baseline:
         covered=dict(found.covered),
         cells=list(found.rows),
         selection=selection,
-        sentence=selection.sentence,
-        policy=str(asked.propose) if asked.propose is not None and selection.services else None,
+        sentence=selection.sentence + _lost_note(found.rows),
+        policy=policy,
         figures=[str(path) for path in _figures(found.release_id, lake, folder / "figures")],
     )
+
+
+def _lost_note(rows: Iterable[Row]) -> str:
+    """Which backends lost cells that their rules let them run: the choice is without those."""
+    lost = Counter(row["backend"] for row in rows if row["outcome"] not in ("measured", "refused"))
+    return "".join(f"; {backend} lost {count} of its cells" for backend, count in lost.items())
 
 
 def _mix(asked: Asked) -> Mix:

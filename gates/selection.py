@@ -10,8 +10,9 @@ bucket, over its decode batches together, since a policy's override names phase 
 
 What the selection is worth is its *gain* over the best single backend: 1 - seconds / seconds. Whoever chooses the
 fastest of several equal backends and judges by the same rounds sees a gain that is noise. So the rounds are cut into
-halves: both, selection and best single, are chosen on one and judged on the other, and the other way round. The
-interval is a bootstrap's over the judging rounds, each case by itself, backends of a case together, as they are paired.
+halves: both, selection and best single, are chosen on one and judged on the other, and the other way round. What
+processes differ by for their lifetime is in both halves: a gain below `least_gain` is not called one. The interval is
+a bootstrap's over the judging rounds, each case by itself, backends of a case together, as they are paired.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from gates.thresholds import load_limits
+from gates.thresholds import Limits, load_limits
 
 if TYPE_CHECKING:
     from attention.cases import AttentionCase
@@ -184,18 +185,19 @@ def select(measured: Sequence[Measured], mix: str, plan: str = "full") -> Select
     A backend lacks a case that was not measured, that has a round that is no positive number, or fewer rounds than the
     others there: a cell of which a part is missing is never a fast one.
     """
-    least_weight = load_limits("baseline", plan).value("cell_weight")
+    limits = load_limits("baseline", plan)
     services = []
     for layout, execution in dict.fromkeys((one.layout, one.execution) for one in measured):
         rows = [one for one in measured if one.layout == layout]
         captured = {one.family for one in rows if one.execution == execution}
         mine = [one for one in rows if one.execution == (execution if one.family in captured else "eager")]
-        services.append(_service(mine, layout, execution, mix, least_weight))
+        services.append(_service(mine, layout, execution, mix, limits))
     services.sort(key=lambda service: (-len(service.families), service.seconds))
     return Selection(mix, tuple(services))
 
 
-def _service(rows: Sequence[Measured], layout: str, execution: str, mix: str, least_weight: float) -> Service:
+def _service(rows: Sequence[Measured], layout: str, execution: str, mix: str, limits: Limits) -> Service:
+    least_weight = limits.value("cell_weight")
     backends = tuple(dict.fromkeys(row.backend for row in rows))
     cells = _cells(rows, backends)
     families = tuple(dict.fromkeys(cell.family for cell in cells))
@@ -214,6 +216,7 @@ def _service(rows: Sequence[Measured], layout: str, execution: str, mix: str, le
             singles[family],
             mix,
             {backends[decided[c.bucket]] for c in group if c.bucket in decided},
+            limits.value("least_gain"),
         )
         for family, group in groups
     ]
@@ -324,7 +327,13 @@ def _choice(
 
 
 def _regret(
-    family: str, cells: Sequence[_Cell], backends: Sequence[str], single: str | None, mix: str, chosen: set[str]
+    family: str,
+    cells: Sequence[_Cell],
+    backends: Sequence[str],
+    single: str | None,
+    mix: str,
+    chosen: set[str],
+    least_gain: float,
 ) -> Regret:
     where = f"over {mix}" if family == ALL else f"over {mix}, {family} alone,"
     if single is None:
@@ -336,8 +345,13 @@ def _regret(
         told = f"cannot be compared with the best single backend {single}: fewer than {_MIN_ROUNDS} rounds"
     elif chosen == {single}:
         told = f"is the best single backend {single} itself, in every bucket"
-    elif gain.low > 0:
+    elif gain.low > least_gain:
         told = f"beats the best single backend {single} by {gain}"
+    elif gain.low > 0:
+        told = (
+            f"is not shown to beat the best single backend {single}: it saves {gain}, and equal processes may differ "
+            f"by {100 * least_gain:g} %"
+        )
     else:
         told = f"does not beat the best single backend {single}: it saves {gain}"
     return Regret(family, single, gain, f"{where} the selection {told}")

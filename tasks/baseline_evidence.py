@@ -20,9 +20,10 @@ from typing import Any
 
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
+from pyarrow.lib import ArrowException
 
 from attention.cases import AttentionCase
-from attention.errors import UserError, exit_code
+from attention.errors import UserError, exit_code, one_line
 from attention.yaml_file import read_json
 
 TABLES = ("perf_backends", "perf_ceilings", "perf_startup", "perf_stress")
@@ -33,23 +34,34 @@ Row = dict[str, Any]
 
 
 def collect(run: Path, folder: Path) -> None:
-    """One Parquet file a table of a run's lake, without the raw samples, and its two documents without the rows."""
+    """One Parquet file a table of a run's lake, without the raw samples, and its two documents without the rows. What
+    the run lacks is not there afterwards either. UserError for a folder that is no run of `flows baseline`."""
+    document = read_json(run / "baseline.json")
+    if not isinstance(document, dict) or "release_id" not in document:
+        raise UserError(f"{run / 'baseline.json'}: not what `python -m flows baseline --json` prints")
     folder.mkdir(parents=True, exist_ok=True)
     for table in TABLES:
-        if (run / "lake" / table).is_dir():
-            found = ds.dataset(run / "lake" / table, format="parquet").to_table()
-            pq.write_table(found, folder / f"{table}.parquet", compression="zstd")
-    if (run / "baseline.json").is_file():
-        document = {key: value for key, value in read_json(run / "baseline.json").items() if key != "cells"}
-        (folder / "baseline.json").write_text(json.dumps(document, indent=1) + "\n")
+        path = run / "lake" / table / f"release_id={document['release_id']}"
+        (folder / f"{table}.parquet").unlink(missing_ok=True)
+        if path.is_dir():
+            pq.write_table(
+                ds.dataset(path, format="parquet").to_table(), folder / f"{table}.parquet", compression="zstd"
+            )
+    kept = {key: value for key, value in document.items() if key != "cells"}
+    (folder / "baseline.json").write_text(json.dumps(kept, indent=1) + "\n")
     if (run / "verdicts.json").is_file():
         shutil.copyfile(run / "verdicts.json", folder / "verdicts.json")
 
 
 def rows_of(folder: Path, table: str) -> list[Row]:
-    """Rows of a collected table; none where it was not measured."""
+    """Rows of a collected table; none where it was not measured. UserError for a file that is no Parquet."""
     path = folder / f"{table}.parquet"
-    found: list[Row] = pq.read_table(path).to_pylist() if path.is_file() else []
+    if not path.is_file():
+        return []
+    try:
+        found: list[Row] = pq.read_table(path).to_pylist()
+    except (ArrowException, OSError) as error:
+        raise UserError(f"{path}: cannot be read: {one_line(error)[:200]}") from error
     return found
 
 
@@ -96,7 +108,10 @@ def _verdicts(summary: dict[str, Row]) -> list[str]:
     for drilled, found in summary.items():
         said = ", ".join(f"{found[word]} {word}" for word in ("SAME", "FAST", "SLOW", "AMBG", "lost") if word in found)
         name = "two equal processes" if drilled == "equal" else f"a process that is {drilled}"
-        lines.append(f"| {name}: {found['cells']} cells in {found['seconds']:.0f} s | {said} | {asked[drilled]} |")
+        lines.append(
+            f"| {name}: {found['cells']} cells in {found['seconds']:.0f} s | {said} (margin {found['margin']:.1%}) "
+            f"| {asked[drilled]} |"
+        )
     return lines
 
 
@@ -167,7 +182,12 @@ def _run(options: argparse.Namespace) -> int:
             raise UserError(f"--collect {options.collect}: no such folder")
         collect(options.collect, options.folder)
         return 0
-    print((asked_table if options.asked else backend_table)(options.folder))
+    if not (options.folder / "perf_backends.parquet").is_file():
+        raise UserError(f"{options.folder}: no perf_backends.parquet; fill it with --collect RUN first")
+    try:
+        print((asked_table if options.asked else backend_table)(options.folder))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{options.folder}: not what --collect writes ({type(error).__name__}: {error})") from error
     return 0
 
 

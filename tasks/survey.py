@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,6 +37,10 @@ from tasks.measurement import Contender, Crew, Run, survey
 from tasks.perf_rows import Cell, Who, backend_row, ceiling_rows, sample_rows
 
 Say = Callable[[str], None]
+
+
+#: Outcomes of a worker that may have been bad luck: measured once more before they count.
+_ONCE_MORE = ("crashed", "illegal_access")
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,8 @@ def run(plan: Plan, *, lake: Path, work: Path, say: Say) -> Survey:
     device = "cpu" if plan.gpu == "cpu" else "cuda"
     setup = setup_of_shape(wanted[0].case, names, device, work)
     environment = load_environment("current")
-    release_id = f"baseline-{plan.name}-{plan.mix.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    when = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    release_id = f"baseline-{plan.name}-{plan.mix.name}-{when}-{secrets.token_hex(2)}"
     say(f"{release_id}: {len(names)} backends on {len(wanted)} cells")
     out = _Rows(lake, release_id, plan.gpu)
     contenders = [Contender(name, BenchJob(setup=setup), environment, backend=name) for name in names]
@@ -87,6 +94,9 @@ def run(plan: Plan, *, lake: Path, work: Path, say: Say) -> Survey:
                 say(f"budget of {plan.budget_s:g} s spent: {len(wanted) - num_done} cells are left out")
                 break
             taken = survey(crew, one.case, blocks=plan.blocks, min_s=plan.min_block_s)
+            if any(lost.outcome in _ONCE_MORE for lost in taken.lost.values()):
+                say("a worker was lost: once more, in a fresh one")
+                taken = survey(crew, one.case, blocks=plan.blocks, min_s=plan.min_block_s)
             rows = _write(out, crew, one, taken, plan.mix.name)
             found += rows
             measured += _measured(one, taken, rows)
@@ -95,7 +105,29 @@ def run(plan: Plan, *, lake: Path, work: Path, say: Say) -> Survey:
     if plan.with_startup:
         _startup(out, names, [one.case for one in wanted], device, environment, say)
     left_out = len(wanted) - num_done
-    return Survey(release_id, device_name, tuple(found), tuple(measured), left_out, covered(wanted[:num_done]))
+    whole = complete(wanted, measured)
+    shares = dict.fromkeys(covered(wanted), 0.0) | covered([one for one in wanted if _is_in(one, whole)])
+    return Survey(release_id, device_name, tuple(found), tuple(whole), left_out, shares)
+
+
+def complete(wanted: Sequence[MatrixCell], measured: Sequence[Measured]) -> list[Measured]:
+    """What the selection may choose from: the buckets of which some backend measured every batch in that layout and
+    execution. A choice from a part of a bucket's batches would be another one."""
+    needed: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+    found: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+    for one in wanted:
+        needed[one.bucket.shape_bucket, layout_of(one.case), one.case.execution].add(one.case.case_id)
+    for row in measured:
+        found[_place(row)].add(row.case_id)
+    return [row for row in measured if found[_place(row)] == needed[_place(row)]]
+
+
+def _place(row: Measured) -> tuple[str, str, str]:
+    return row.shape_bucket, row.layout, row.execution
+
+
+def _is_in(one: MatrixCell, measured: Sequence[Measured]) -> bool:
+    return any(row.case_id == one.case.case_id for row in measured)
 
 
 def setup_of_shape(case: AttentionCase, names: Sequence[str], device: str, work: Path) -> Setup:

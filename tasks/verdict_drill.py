@@ -7,7 +7,8 @@ A cell is one backend on one case of the matrix. Champion and candidate are two 
 the first pass they are equal, then each call of the candidate is followed by a spin of 5 %, then of 2 % of its time: at
 least what a GPU's shortest kernel takes, so that the shortest calls become slower than was asked for. The verdicts
 should be SAME, SLOW and anything but SAME. As in a release, two equal processes give the floor first, and what is below
-it is no difference. Exit 1: a verdict was wrong.
+it is no difference. Exit 1: a verdict was wrong; 3: this machine cannot tell, since too few verdicts are as they should
+be (`ASKED`), a cell was lost, or two equal processes differ by 2 %.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from tasks.survey import setup_of_shape
 Pass = Literal["equal", "5 % slower", "2 % slower"]
 
 PASSES: dict[Pass, float] = {"equal": 0.0, "5 % slower": 0.05, "2 % slower": 0.02}
-MARGIN = 0.01
+#: What is asked of a pass: the verdict, and which share of its cells has it.
+ASKED: dict[Pass, tuple[str, float]] = {"equal": ("SAME", 0.9), "5 % slower": ("SLOW", 0.95)}
+MARGIN, MOST_FLOOR = 0.01, 0.02
 FIRST_BLOCKS, MOST_BLOCKS, PROCESSES = 8, 48, 2
 _MIN_BLOCK_S = 0.01
 
@@ -163,10 +166,24 @@ def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
                 "cells": len(mine),
                 **Counter(one.said or "lost" for one in mine),
                 "wrong": sum(one.wrong for one in mine),
+                "margin": max(one.margin for one in mine),
                 "seconds": round(sum(one.seconds for one in mine), 1),
                 "blocks": sum(one.blocks for one in mine),
             }
     return found
+
+
+def exit_of(verdicts: Sequence[Verdict]) -> int:
+    """0 all is as asked; 1 a verdict is wrong; 3 the machine cannot tell."""
+    if any(one.wrong for one in verdicts):
+        return 1
+    if not verdicts or any(one.said is None or one.margin >= MOST_FLOOR for one in verdicts):
+        return 3
+    for drilled, (said, share) in ASKED.items():
+        mine = [one for one in verdicts if one.drilled == drilled]
+        if sum(one.said == said for one in mine) < share * len(mine):
+            return 3
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mix", default="chat", help="traffic mix (default: %(default)s)")
     parser.add_argument("--cells", type=int, default=6, help="cells of each pass (default: %(default)s)")
     parser.add_argument("--budget-s", type=float, help="seconds of each pass: past it, what is ambiguous stays so")
-    parser.add_argument("--out", type=Path, required=True, help="a .json file of verdicts, written as they come")
+    parser.add_argument("--out", type=Path, required=True, help="a .json file of verdicts, written after each pass")
     options = parser.parse_args(argv)
     return exit_code(lambda: _run(options))
 
@@ -187,7 +204,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     check_count("--cells", options.cells)
     check_seconds("--budget-s", options.budget_s, or_none=True)
+    if options.out.suffix != ".json" or not options.out.resolve().parent.is_dir():
+        raise UserError(f"--out {options.out}: a .json file in a folder that is there")
     matrix = load_matrix(options.matrix)
+    if "any" in matrix.gpus:
+        raise UserError(f"--matrix {options.matrix}: one that names its GPUs, or cpu")
     verdicts: list[Verdict] = []
 
     def heard(one: Verdict) -> None:
@@ -204,7 +225,7 @@ def _run(options: argparse.Namespace) -> int:
     device = "cpu" if matrix.covers("cpu") else "cuda"
     drill(matrix, options.mix, device, options.cells, work=work, budget_s=options.budget_s, heard=heard)
     print(json.dumps(summary(verdicts), indent=1))
-    return 1 if any(one.wrong for one in verdicts) else 0
+    return exit_of(verdicts)
 
 
 if __name__ == "__main__":

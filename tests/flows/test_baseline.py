@@ -11,11 +11,15 @@ import pytest
 
 from attention.errors import UserError
 from attention.policy import load_policy
+from data.baseline_matrix import MatrixCell, load_matrix
 from data.lake import Lake
+from data.mix import load_mix
 from flows import baseline
 from flows.__main__ import main
 from flows.baseline import Asked, Baseline
 from flows.tables import console_of_width
+from gates.selection import Measured, layout_of
+from tasks import survey
 
 MATRIX = """\
 gpus: [cpu]
@@ -107,11 +111,31 @@ def test_the_selection_is_told_and_proposed(surveyed: tuple[Baseline, Path]) -> 
         ({"traffic": Path("x.jsonl")}, "--mix own"),
         ({"backends": "torch_spda"}, "torch_sdpa"),
         ({"propose": Path("data/policies/document.yaml")}, "name another file"),
+        ({"propose": Path("/proc/nowhere.yaml")}, "name another file"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_is_measured(given: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         baseline.run(Asked(**{"matrix": "cpu", "mix": "chat", **given}), say=lambda line: None)
+
+
+def test_a_bucket_is_chosen_for_by_all_of_its_batches_or_not_at_all() -> None:
+    wanted = survey.cells(load_matrix("cpu"), load_mix("chat"))
+    decode = [one for one in wanted if one.bucket == wanted[-1].bucket]
+    assert len(decode) == 2, "two batches of one bucket"
+
+    def row(one: MatrixCell) -> Measured:
+        bucket, case = one.bucket, one.case
+        named = (case.case_id, bucket.shape_bucket, layout_of(case))
+        return Measured("torch_sdpa:flash", bucket.family, *named, bucket.weight, one.calls, (1.0,) * 6)
+
+    assert survey.complete(wanted, [row(one) for one in decode]) == [row(one) for one in decode]
+    assert survey.complete(wanted, [row(decode[0])]) == []
+
+
+def test_a_backend_that_lost_cells_is_named_beside_the_choice() -> None:
+    rows = [{"backend": "a", "outcome": outcome} for outcome in ("measured", "refused", "crashed", "out_of_memory")]
+    assert baseline._lost_note(rows) == "; a lost 2 of its cells"
 
 
 def test_the_command_ends_with_2_for_bad_input(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,9 @@ def folder(tmp_path: Path) -> Path:
     ]
     write_rows(run / "lake", "perf_startup", startup, release_id=RELEASE)
     write_rows(run / "lake", "perf_samples", [{"seconds": 1.0}], release_id=RELEASE)
-    document = {"sentence": "over chat it beats", "device": "NVIDIA H200", "cells": [1, 2]}
+    document = {"sentence": "over chat it beats", "device": "NVIDIA H200", "cells": [1], "release_id": RELEASE}
     (run / "baseline.json").write_text(json.dumps(document))
-    summary = {"equal": {"cells": 50, "SAME": 47, "AMBG": 3, "seconds": 120.4, "wrong": 0, "blocks": 9}}
+    summary = {"equal": {"cells": 50, "SAME": 47, "AMBG": 3, "seconds": 120.4, "margin": 0.01, "wrong": 0}}
     (run / "verdicts.json").write_text(json.dumps({"summary": summary, "verdicts": []}))
     assert main([str(tmp_path / "evidence"), "--collect", str(run)]) == 0
     return tmp_path / "evidence"
@@ -69,7 +70,10 @@ def test_what_is_asked_stands_beside_what_was_seen(folder: Path) -> None:
     said = asked_table(folder)
     assert "| best prefill of q8k | flash_attn:fa4 660 TFLOP/s, 88.0% of the matrix product | 85% |" in said
     assert "| best decode of 64q1s4k | triton:paged 4.32 TB/s, 96.0% of the read of the same bytes | 95% |" in said
-    assert "| two equal processes: 50 cells in 120 s | 47 SAME, 3 AMBG | no FAST or SLOW, 90 % SAME |" in said
+    assert (
+        "| two equal processes: 50 cells in 120 s | 47 SAME, 3 AMBG (margin 1.0%) | no FAST or SLOW, 90 % SAME |"
+        in said
+    )
     assert "over chat it beats" in said
 
 
@@ -85,6 +89,25 @@ def test_a_backend_is_a_row_with_its_best_figures_and_what_it_lost(folder: Path)
     )
     assert "1 above_limit" in said
     assert "matmul 750 TFLOP/s" in said
+
+
+def test_another_run_in_the_same_lake_is_left_out_and_what_a_run_lacks_goes(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_rows(run / "lake", "perf_backends", [row("torch_sdpa:math", "prefill", "q8k", 0.9)], release_id="other")
+    shutil.rmtree(run / "lake" / "perf_startup")
+    assert main([str(folder), "--collect", str(run)]) == 0
+    assert "math" not in backend_table(folder)
+    assert not (folder / "perf_startup.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("perf_backends.parquet", "no parquet"), ("verdicts.json", "{}"), ("baseline.json", "[]")],
+)
+def test_a_broken_file_is_one_line(folder: Path, name: str, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / name).write_text(content)
+    assert main([str(folder), "--asked"]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_a_folder_without_evidence_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

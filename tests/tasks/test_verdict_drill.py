@@ -8,7 +8,7 @@ import pytest
 
 from data.baseline_matrix import load_matrix
 from tasks import verdict_drill
-from tasks.verdict_drill import Verdict, drillable, summary
+from tasks.verdict_drill import Verdict, drillable, exit_of, summary
 
 
 def verdict(drilled: Any, said: str | None, margin: float = 0.01) -> Verdict:
@@ -35,9 +35,30 @@ def test_a_verdict_is_wrong_when_it_says_what_is_not_so(drilled: Any, said: str,
 
 def test_the_summary_counts_by_pass() -> None:
     found = summary([verdict("equal", "SAME"), verdict("equal", "SLOW"), verdict("5 % slower", None)])
-    assert found["equal"] == {"cells": 2, "SAME": 1, "SLOW": 1, "wrong": 1, "seconds": 4.0, "blocks": 16}
+    expected = {"cells": 2, "SAME": 1, "SLOW": 1, "wrong": 1, "margin": 0.01, "seconds": 4.0, "blocks": 16}
+    assert found["equal"] == expected
     assert found["5 % slower"]["lost"] == 1
     assert "2 % slower" not in found
+
+
+@pytest.mark.parametrize(
+    ("equal", "slower", "margin", "code"),
+    [
+        (["SAME"] * 10, ["SLOW"] * 10, 0.01, 0),
+        (["SAME"] * 9 + ["AMBG"], ["SLOW"] * 10, 0.01, 0),
+        (["SAME"] * 8 + ["AMBG"] * 2, ["SLOW"] * 10, 0.01, 3),
+        (["SAME"] * 10, ["SLOW"] * 9 + ["AMBG"], 0.01, 3),
+        (["SAME"] * 10, ["SLOW"] * 10, 0.02, 3),
+        (["SAME"] * 10, [*["SLOW"] * 9, None], 0.01, 3),
+        ([*["SAME"] * 9, "FAST"], ["SLOW"] * 10, 0.01, 1),
+        ([], [], 0.01, 3),
+    ],
+)
+def test_a_machine_that_cannot_tell_is_no_success(
+    equal: list[str], slower: list[str | None], margin: float, code: int
+) -> None:
+    found = [verdict("equal", said, margin) for said in equal]
+    assert exit_of([*found, *(verdict("5 % slower", said, margin) for said in slower)]) == code
 
 
 def test_cells_are_pairs_that_the_rules_let_run_in_one_order() -> None:
