@@ -242,7 +242,10 @@ def compare(
     num_processes = 0
     while True:
         if num_processes:
-            crew.renew([champion, candidate])
+            try:
+                crew.renew([champion, candidate])
+            except MeasureError:
+                return found  # judged by what is there; who asks a worker next will hear why
         for one in left:
             if num_processes and time.monotonic() >= effort.deadline:
                 break
