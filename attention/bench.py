@@ -60,16 +60,16 @@ class Bench:
         kind, key = self._place(command)
         known, held = self._held.get(kind, ("", None))
         is_first = held is None or known != key
-        if held is None or known != key:
+        if held is None or is_first:
             held = None  # its tensors must be gone before the next are made
             self._drop(kind)
             held = self._build(command)
             self._held[kind] = (key, held)
         seconds = self._clock.times(held.rotation, min_s=command.min_s)
-        sample = (
-            held.sample if is_first else BenchSample(**held.sample.model_dump(include={"backend", "confirmed", "work"}))
-        )
-        return sample.model_copy(update={"seconds": tuple(seconds), "peak_bytes": peak_bytes(self._device)})
+        told = held.sample
+        if not is_first:  # what the first run showed is told once
+            told = BenchSample(**told.model_dump(include={"backend", "confirmed", "work", "num_replicas"}))
+        return told.model_copy(update={"seconds": tuple(seconds), "peak_bytes": peak_bytes(self._device)})
 
     def _place(self, command: BenchCommand) -> tuple[str, str]:
         """Under which kind it is held, and what tells it from others of that kind: many cases share a ceiling."""

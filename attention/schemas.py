@@ -145,7 +145,7 @@ _TABLES: dict[str, dict[str, pa.DataType]] = {
         "weight": _REAL,  # share of the family's attention work in this bucket
         "calls": _REAL,  # calls of this case that 1000 requests of the mix cost, one layer
         "outcome": _STR,  # measured | refused | out_of_memory | illegal_access | compile_failed | timed_out | crashed
-        # | wrong_kernel | warm_cache | above_limit | failed
+        # | capture_failed | wrong_kernel | wrong_numbers | warm_cache | above_limit | failed
         "error": _STR,  # null where it was measured
         "p50_s": _REAL,
         "p95_s": _REAL,
@@ -156,11 +156,11 @@ _TABLES: dict[str, dict[str, pa.DataType]] = {
         "limited_by": _STR,  # flops | bytes
         "limit_ratio": _REAL,  # limit_s / p50_s
         "datasheet_ratio": _REAL,  # the same with the vendor's figures; null for a machine without a datasheet here
-        "cold_ratio": _REAL,  # p50_s / the time right after the L2 was flushed; null without a GPU
+        "cold_ratio": _REAL,  # seconds on these rotating copies / on twice as many; null where no cache holds one
         "first_call_s": _REAL,
         "workspace_bytes": _INT,  # the most that plan and call held beside inputs and outputs; null without a GPU
         "peak_bytes": _INT,  # of the process
-        "graph_capture": _STR,  # captured | why not; null for a case that is not to be captured
+        "graph_capture": _STR,  # captured; null for a case that is not to be captured
     },
     # One row a (family, metric, cell): candidate against champion.
     "perf_cells": {
@@ -183,7 +183,7 @@ _TABLES: dict[str, dict[str, pa.DataType]] = {
         "num_blocks": _INT,
         "margin": _REAL,  # a difference up to this is SAME: the plan's, or today's floor where that is larger
         "aa_floor": _REAL,  # how far from 1 the champion came beside itself, at most, in this run
-        "confidence": _REAL,  # of the interval, corrected for cells and looks
+        "confidence": _REAL,  # of the interval, corrected for the cells judged together
     },
     # One row a round of a ceiling: what the machine can do, measured between the cells.
     "perf_ceilings": {

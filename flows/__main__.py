@@ -301,7 +301,7 @@ def baseline(
     backends: Annotated[
         str | None, typer.Option(help="comma-separated backends or families; default: the matrix's", callback=_text)
     ] = None,
-    blocks: Annotated[int, typer.Option(min=4, help="interleaved blocks a cell")] = 6,
+    blocks: Annotated[int, typer.Option(min=6, help="interleaved blocks a cell")] = 6,
     startup: Annotated[bool, typer.Option("--startup", help="first calls of fresh processes too")] = False,
     budget_s: Annotated[float | None, typer.Option(min=1, help="leave out cells past so many seconds")] = None,
     propose: Annotated[Path | None, typer.Option(help="write the selection as a policy file")] = None,

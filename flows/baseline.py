@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +85,8 @@ def run(asked: Asked, *, say: Say) -> Baseline:
     if asked.propose is not None:
         check_ours(asked.propose)
     name = Path(asked.matrix).stem
-    folder = (
-        asked.out or state_dir() / "baselines" / f"{name}-{mix.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    )
+    own = f"{name}-{mix.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"
+    folder = asked.out or state_dir() / "baselines" / own
     lake = lake_dir() if asked.out is None else asked.out / "lake"
     plan = survey.Plan(
         name=name,
@@ -101,9 +100,10 @@ def run(asked: Asked, *, say: Say) -> Baseline:
     )
     found = survey.run(plan, lake=lake, work=folder / "work", say=say)
     selection = select(found.measured, mix.name)
+    sentence = f"{selection.sentence}; {_covered_note(found.covered)}{_lost_note(found.rows)}"
     policy = None
     if asked.propose is not None and selection.services:
-        note = f"{selection.sentence}; evidence {found.release_id}{_lost_note(found.rows)}"
+        note = f"{sentence}; evidence {found.release_id}"
         write_policy(asked.propose, selection.services[0], base, note)
         policy = str(asked.propose)
     return Baseline(
@@ -115,10 +115,16 @@ def run(asked: Asked, *, say: Say) -> Baseline:
         covered=dict(found.covered),
         cells=list(found.rows),
         selection=selection,
-        sentence=selection.sentence + _lost_note(found.rows),
+        sentence=sentence,
         policy=policy,
         figures=[str(path) for path in _figures(found.release_id, lake, folder / "figures")],
     )
+
+
+def _covered_note(covered: Mapping[Any, float]) -> str:
+    """Of what share of the traffic's work the sentence speaks."""
+    shares = ", ".join(f"{share:.0%} of the {family}" for family, share in covered.items())
+    return f"measured {shares} work"
 
 
 def _lost_note(rows: Iterable[Row]) -> str:
@@ -167,8 +173,6 @@ def render(found: Baseline) -> RenderableType:
         parts.append(Text(f"policy   {found.policy}"))
     parts += [Text(f"figure   {path}") for path in found.figures]
     parts.append(Text(f"id       {found.release_id}"))
-    shares = " and ".join(f"{share:.0%} of its {family}" for family, share in found.covered.items())
-    parts.append(Text(f"measured {shares} work"))
     parts.append(Text(found.sentence, style="bold"))
     return Group(*parts)
 

@@ -213,8 +213,14 @@ def _source(stage: str, check: Check) -> tuple[str, str, dict[str, Any]]:
         columns = "family, metric, backend, case_id, weight, p50_s, limit_ratio, outcome, error"
         order = "contains($named, case_id) desc, weight desc"  # the message names the worst cells, and earlier figures
         return _select("perf_backends", columns, "side = 'candidate'", order, named=check.message)
+    if stage == "baseline" and layer == "stress":
+        columns = "side, max_running, level, rate_per_s, num_offered, num_good, num_failed, ttft_p95_s, tpot_p95_s"
+        return _select("perf_stress", columns, "true", "max_running, level, side")
+    if stage == "baseline" and layer in _LOSSES:
+        columns = "side, family, metric, backend, case_id, outcome, error"
+        return _select("perf_backends", columns, "outcome is distinct from 'measured'", "side, family, case_id")
     if stage == "baseline":
-        columns = "family, metric, shape_bucket, weight, ratio, ratio_low, ratio_high, verdict, num_blocks"
+        columns = "family, metric, shape_bucket, case_id, weight, ratio, ratio_low, ratio_high, verdict, num_blocks"
         family = f"family = '{layer}'" if layer in ("prefill", "decode", "extend") else "true"
         return _select("perf_cells", columns, family, "ratio desc nulls first")
     if stage in ("canary", "expand") and name.startswith(("ttft", "tpot", "memory")):
@@ -231,6 +237,19 @@ def _source(stage: str, check: Check) -> tuple[str, str, dict[str, Any]]:
     if stage in ("shadow", "canary", "expand"):
         return "requests", _REQUESTS, {}
     return _select("fingerprints", "side, fingerprint_id, node, gpu, model", "true", "side")
+
+
+#: Checks of the baseline gate that count what was lost.
+_LOSSES = (
+    "possible",
+    "lost",
+    "comparable",
+    "paired",
+    "out_of_memory",
+    "illegal_access",
+    "compile_failed",
+    "capture_failed",
+)
 
 
 def _select(name: str, columns: str, condition: str, order: str, **parameters: Any) -> tuple[str, str, dict[str, Any]]:

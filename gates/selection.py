@@ -185,7 +185,7 @@ def select(measured: Sequence[Measured], mix: str, plan: str = "full") -> Select
     A backend lacks a case that was not measured, that has a round that is no positive number, or fewer rounds than the
     others there: a cell of which a part is missing is never a fast one.
     """
-    limits = load_limits("baseline", plan)
+    limits = load_limits("selection", plan)
     services = []
     for layout, execution in dict.fromkeys((one.layout, one.execution) for one in measured):
         rows = [one for one in measured if one.layout == layout]

@@ -130,7 +130,7 @@ def _floor(context: Context, crew: Crew, cells: Sequence[Cell]) -> float:
         if cell.metric == "kernel_s":
             heaviest.setdefault(cell.bucket.family, cell.case)
     effort = _effort(context, context.plan.baseline.margin)
-    floor = noise_floor(crew, list(heaviest.values()), "champion", TWIN, effort)
+    floor = noise_floor(crew, [Pair(case) for case in heaviest.values()], "champion", TWIN, effort)
     context.say(f"baseline: the champion is within {100 * floor:.2g} % of itself")
     return floor
 

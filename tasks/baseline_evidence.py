@@ -1,11 +1,12 @@
 """What a GPU showed of the baselines: collected into a small folder, and told as markdown tables.
 
+    mkdir -p RUN
     python -m flows baseline --matrix hopper --mix chat --startup --out RUN --json >RUN/baseline.json
     python -m tasks.verdict_drill --matrix hopper --cells 50 --budget-s 300 --out RUN/verdicts.json
     python -m tasks.baseline_evidence --collect RUN data/evidence/h200/baseline
     python -m tasks.baseline_evidence data/evidence/h200/baseline
 
-The first three commands need the GPU, the last runs anywhere.
+The measuring commands need the GPU, the last runs anywhere.
 """
 
 from __future__ import annotations

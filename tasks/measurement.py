@@ -274,15 +274,15 @@ def compare(
             return found
 
 
-def noise_floor(crew: Crew, cases: Sequence[AttentionCase], one: str, twin: str, effort: Effort) -> float:
-    """Today's floor of this machine: how far from 1 the ratio of two equal contenders came, at most, over some cases.
+def noise_floor(crew: Crew, pairs: Sequence[Pair], one: str, twin: str, effort: Effort) -> float:
+    """Today's floor of this machine: how far from 1 the ratio of two equal contenders came, at most, over some pairs.
 
     A distance (0.007: 0.7 %). What differs between equal processes for their lifetime is in no interval. 0.0 where
-    nothing could be measured: those cases will tell it.
+    nothing could be measured: those pairs will tell it.
     """
     once = replace(effort, processes=1, max_blocks=effort.blocks)
-    found = compare(crew, [Pair(case) for case in cases], one, twin, once)
-    ratios = [pair.judged.interval.value for pair in found if pair.judged is not None]
+    found = compare(crew, pairs, one, twin, once)
+    ratios = [each.judged.interval.value for each in found if each.judged is not None]
     return max((max(ratio, 1 / ratio) - 1 for ratio in ratios), default=0.0)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.cases import AttentionCase
+from attention.errors import UserError
 from attention.job import BenchJob, Setup
 from attention.schemas import write_rows
 from data.baseline_matrix import BaselineMatrix, MatrixCell, cells, covered
@@ -71,7 +72,7 @@ class Survey:
 
 
 def run(plan: Plan, *, lake: Path, work: Path, say: Say) -> Survey:
-    """Raises UserError for a mix of which the matrix leaves no cell, and MeasureError where no worker can start."""
+    """Raises UserError for a mix of which the matrix leaves no cell, and where no worker can start."""
     started = time.monotonic()
     names = list(plan.backends or plan.matrix.contenders())
     wanted = cells(plan.matrix, plan.mix)
@@ -106,7 +107,8 @@ def run(plan: Plan, *, lake: Path, work: Path, say: Say) -> Survey:
         _startup(out, names, [one.case for one in wanted], device, environment, say)
     left_out = len(wanted) - num_done
     whole = complete(wanted, measured)
-    shares = dict.fromkeys(covered(wanted), 0.0) | covered([one for one in wanted if _is_in(one, whole)])
+    families = dict.fromkeys(bucket.family for bucket in plan.mix.buckets())
+    shares = dict.fromkeys(families, 0.0) | covered([one for one in wanted if _is_in(one, whole)])
     return Survey(release_id, device_name, tuple(found), tuple(whole), left_out, shares)
 
 
@@ -158,7 +160,7 @@ def _first_ready(crew: Crew, names: Sequence[str]) -> str:
         except MeasureError as error:
             why = str(error)
     if found is None:
-        raise MeasureError(why)
+        raise UserError(f"no backend's worker can start here: {why}")
     return found
 
 

@@ -140,9 +140,9 @@ def test_the_floor_is_how_far_equal_contenders_came_apart() -> None:
         return BenchSample(seconds=(1.0 if name == "a" else 0.98,) * 3, work=1.0)
 
     crew: Any = Scripted(["a", "b"], biased)
-    assert noise_floor(crew, [CASE, OTHER], "a", "b", EFFORT) == pytest.approx(1 / 0.98 - 1)
+    assert noise_floor(crew, [Pair(CASE), Pair(OTHER)], "a", "b", EFFORT) == pytest.approx(1 / 0.98 - 1)
     lost: Any = Scripted(["a", "b"], lambda *asked: BenchSample(outcome="crashed", error="gone"))
-    assert noise_floor(lost, [CASE], "a", "b", EFFORT) == 0.0
+    assert noise_floor(lost, [Pair(CASE)], "a", "b", EFFORT) == 0.0
 
 
 def setup(tmp_path: Path) -> Setup:
