@@ -69,7 +69,9 @@ class Bench:
         told = held.sample
         if not is_first:  # what the first run showed is told once
             told = BenchSample(**told.model_dump(include={"backend", "confirmed", "work", "num_replicas"}))
-        return told.model_copy(update={"seconds": tuple(seconds), "peak_bytes": peak_bytes(self._device)})
+        waited = held.rotation.num_waited
+        more = {"seconds": tuple(seconds), "peak_bytes": peak_bytes(self._device), "num_waited": waited}
+        return told.model_copy(update=more)
 
     def _place(self, command: BenchCommand) -> tuple[str, str]:
         """Under which kind it is held, and what tells it from others of that kind: many cases share a ceiling."""

@@ -176,6 +176,7 @@ class BenchSample(BaseModel):
     workspace_bytes: int | None = None
     peak_bytes: int | None = None
     graph_capture: str | None = None
+    num_waited: int = 0  # blocks so far in which the device waited for the host: its time is in their seconds
 
 
 class StressJob(_Strict):

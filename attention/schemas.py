@@ -161,6 +161,7 @@ _TABLES: dict[str, dict[str, pa.DataType]] = {
         "workspace_bytes": _INT,  # the most that plan and call held beside inputs and outputs; null without a GPU
         "peak_bytes": _INT,  # of the process
         "graph_capture": _STR,  # captured; null for a case that is not to be captured
+        "num_waited": _INT,  # blocks in which the device waited for the host, whose time is in their seconds
     },
     # One row a (family, metric, cell): candidate against champion.
     "perf_cells": {

@@ -44,6 +44,7 @@ class Rotation:
     at: int = 0
     host_s: float | None = None  # that the host needs to queue one; None before the first block
     call_s: float | None = None
+    num_waited: int = 0  # blocks in which the device waited for the host: its time is in their seconds
 
     def take(self, num: int) -> list[Call]:
         """The next calls, a multiple of the replicas."""
@@ -108,11 +109,14 @@ class CudaClock:
         return self.block(rotation, min(MOST_CALLS, max(LEAST_CALLS, math.ceil(min_s / rotation.call_s))))
 
     def block(self, rotation: Rotation, num: int) -> list[float]:
-        """Seconds of the next `num` calls, or a few more. Once more where the host was too slow to queue them."""
+        """Seconds of the next `num` calls, or a few more; fewer where the host queues no more while the device sleeps.
+        Once more where the host was too slow; a block that it was too slow for twice is counted in the rotation."""
         for _ in range(2):
-            seconds, waited = self._block(rotation, num)
+            queued = num if rotation.host_s is None else int(_MOST_SLEEP_S / (_QUEUE_MARGIN * rotation.host_s))
+            seconds, waited = self._block(rotation, min(num, max(LEAST_CALLS, queued)))
             if not waited:
-                break
+                return seconds
+        rotation.num_waited += 1
         return seconds
 
     def _block(self, rotation: Rotation, num: int) -> tuple[list[float], bool]:
@@ -130,7 +134,7 @@ class CudaClock:
         host_s = time.perf_counter() - began
         torch.cuda.synchronize()
         seconds = [start.elapsed_time(end) / 1e3 for start, end in events]
-        waited = rotation.host_s is None or sleep_s < min(host_s, _MOST_SLEEP_S)
+        waited = rotation.host_s is None or sleep_s < host_s
         rotation.host_s, rotation.call_s = host_s / len(calls), median(seconds)
         return seconds, waited
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from attention.backends import chosen
+from attention.cases import AttentionCase
 from attention.errors import UserError
 from attention.policy import load_policy
 from data.baseline_matrix import load_matrix
@@ -178,16 +179,24 @@ def render(found: Baseline) -> RenderableType:
 
 
 def _cells(rows: Iterable[Row]) -> Rows:
-    table = Rows("case", "backend", "p50_us", "p99_us", "of_limit", "outcome", right=("p50_us", "p99_us", "of_limit"))
+    right = ("p50_us", "p95_us", "of_limit")
+    table = Rows("case", "backend", *right, "outcome", right=right)
     for row in rows:
-        case = row["case_id"].rsplit("-h", 1)[0]
+        case = survey.where(AttentionCase.model_validate_json(row["case_json"]))
         if row.get("p50_s") is None:
-            table.add(case, row["backend"], "-", "-", "-", f"{row['outcome']}: {row['error']}"[:100])
+            table.add(case, row["backend"], "-", "-", "-", _outcome(row))
             continue
-        figures = (f"{1e6 * row[name]:.1f}" for name in ("p50_s", "p99_s"))
+        figures = (f"{1e6 * row[name]:.1f}" for name in ("p50_s", "p95_s"))
         ratio = "-" if row.get("limit_ratio") is None else f"{row['limit_ratio']:.2f}"
-        table.add(case, row["backend"], *figures, ratio, row["error"] or "" if "error" in row else "measured")
+        table.add(case, row["backend"], *figures, ratio, _outcome(row))
     return table
+
+
+def _outcome(row: Row) -> str:
+    if row["outcome"] != "measured":
+        return f"{row['outcome']}: {row['error']}"[:100]
+    waited = row.get("num_waited") or 0
+    return f"measured; host time in {waited} blocks" if waited else "measured"
 
 
 def _choices(service: Service) -> Rows:
@@ -199,9 +208,9 @@ def _choices(service: Service) -> Rows:
 
 
 def _scores(service: Service) -> Rows:
-    table = Rows("family", "backend", "s_per_1000", "worst_cell", right=("s_per_1000",))
+    table = Rows("family", "backend", "s_per_1000", "worst_cell", right=("s_per_1000",))  # requests, one layer
     for score in service.scores:
-        seconds = "-" if score.seconds is None else f"{score.seconds:.4g}"
+        seconds = "-" if score.seconds is None else f"{score.seconds:.3f}"
         worst = f"lacks {len(score.lacks)} cells" if score.lacks else ""
         if score.worst is not None:
             worst = f"{score.worst.ratio:.2f} times the fastest at {score.worst.case_id.rsplit('-h', 1)[0]}"

@@ -1,12 +1,8 @@
 """What a GPU showed of the baselines: collected into a small folder, and told as markdown tables.
 
-    mkdir -p RUN
-    python -m flows baseline --matrix hopper --mix chat --startup --out RUN --json >RUN/baseline.json
-    python -m tasks.verdict_drill --matrix hopper --cells 50 --budget-s 300 --out RUN/verdicts.json
-    python -m tasks.baseline_evidence --collect RUN data/evidence/h200/baseline
-    python -m tasks.baseline_evidence data/evidence/h200/baseline
-
-The measuring commands need the GPU, the last runs anywhere.
+python -m tasks.baseline_steps --out RUN --model MODEL                          # on the GPU: all that is measured
+python -m tasks.baseline_evidence --collect RUN data/evidence/h200/baseline     # anywhere
+python -m tasks.baseline_evidence [--asked] data/evidence/h200/baseline
 """
 
 from __future__ import annotations
@@ -50,8 +46,10 @@ def collect(run: Path, folder: Path) -> None:
             )
     kept = {key: value for key, value in document.items() if key != "cells"}
     (folder / "baseline.json").write_text(json.dumps(kept, indent=1) + "\n")
-    if (run / "verdicts.json").is_file():
-        shutil.copyfile(run / "verdicts.json", folder / "verdicts.json")
+    for source, name in (("verdicts.json",) * 2, ("steps.json",) * 2, ("load/result.json", "load.json")):
+        (folder / name).unlink(missing_ok=True)
+        if (run / source).is_file():
+            shutil.copyfile(run / source, folder / name)
 
 
 def rows_of(folder: Path, table: str) -> list[Row]:
@@ -129,7 +127,26 @@ def backend_table(folder: Path) -> str:
         told = ", ".join(f"{sum(r['outcome'] == one for r in mine)} {one}" for one in others)
         first = _first([row for row in startup if row["backend"] == backend])
         lines.append(f"| {backend} | {' | '.join(shapes)} | {first} | {len(good)} of {len(mine)} | {told} |")
-    return "\n".join([*lines, "", _ceilings(rows_of(folder, "perf_ceilings"))])
+    lines += ["", _ceilings(rows_of(folder, "perf_ceilings"))]
+    if (folder / "load.json").is_file():
+        lines += ["", *_load(read_json(folder / "load.json"))]
+    return "\n".join(lines)
+
+
+def _load(found: Row) -> list[str]:
+    """A row a level of the load, as a share of the saturation."""
+    what = f"load of {found['saturation_per_s']:.3g} requests/s"
+    lines = [
+        f"| {what} | good | refused | TTFT P50 / P99 | TPOT P50 / P99 | KV pages |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found["levels"]:
+        tails = [f"{1e3 * row[f'{one}_p50_s']:.0f} / {1e3 * row[f'{one}_p99_s']:.0f} ms" for one in ("ttft", "tpot")]
+        good = f"{row['num_good']} of {row['num_offered']}"
+        lines.append(
+            f"| {row['level']:.0%} | {good} | {row['num_refused']} | {' | '.join(tails)} | {row['kv_peak_share']:.0%} |"
+        )
+    return lines
 
 
 def _cell(rows: Sequence[Row], family: str, batch: str) -> str:

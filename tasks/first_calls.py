@@ -6,15 +6,18 @@ Each process is one row of perf_startup: a backend that crashes, hangs or does n
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from attention.cases import AttentionCase
 from attention.first_call import caches_in
+from attention.lifetime import end_session
 from data.paths import repo_dir
 from tasks.context import Context, Side
 from tasks.files import write_atomically
@@ -48,10 +51,10 @@ def one_a_phase(cases: Iterable[AttentionCase]) -> list[AttentionCase]:
 
 
 def cold_and_warm(
-    backend: str, cases: Sequence[AttentionCase], device: str, python: str, timeout_s: float = TIMEOUT_S
+    backend: str, cases: Sequence[AttentionCase], device: str, python: str, deadline: float = math.inf
 ) -> list[Row]:
     """Two processes, one after the other, with caches in a folder that is empty before the first; none without a
-    case."""
+    case. Each ends after TIMEOUT_S, and at the deadline (`time.monotonic`)."""
     if not cases:
         return []
     with tempfile.TemporaryDirectory(prefix="first-call-") as folder:
@@ -60,23 +63,43 @@ def cold_and_warm(
         command = [python, "-m", "attention.first_call", "--backend", backend, "--device", device]
         command += ["--cases", str(work / "cases.json")]
         caches: tuple[Cache, ...] = ("cold", "warm")
-        return [{"backend": backend, "cache": cache, **_process(command, work, timeout_s)} for cache in caches]
+        return [{"backend": backend, "cache": cache, **_process(command, work, deadline)} for cache in caches]
 
 
-def _process(command: Sequence[str], work: Path, timeout_s: float) -> Row:
+def _process(command: Sequence[str], work: Path, deadline: float) -> Row:
     environment = {**os.environ, **caches_in(work)}
-    try:
-        ended = subprocess.run(
-            command, cwd=repo_dir(), env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    timeout_s = min(TIMEOUT_S, deadline - time.monotonic())
+    if timeout_s <= 0:
+        return {"outcome": "timed_out", "error": "the time was over before it"}
+    # Files, not pipes: a compiler that outlives the process would keep a pipe open.
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command,
+            cwd=repo_dir(),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=errors,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return {"outcome": "timed_out", "error": f"no end after {timeout_s:g} s"}
-    for line in reversed(ended.stdout.splitlines()):
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return {"outcome": "timed_out", "error": f"no end after {timeout_s:.1f} s"}
+        finally:
+            end_session(process)
+        for file in (said, errors):
+            file.seek(0)
+        return _row(process.returncode, said.read(), errors.read())
+
+
+def _row(returncode: int, said: str, errors: str) -> Row:
+    for line in reversed(said.splitlines()):
         if line.startswith('{"outcome"'):
             found: Row = json.loads(line)
             return found
-    last = (ended.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
-    how = f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit {ended.returncode}"
+    last = (errors.strip().splitlines() or ["it wrote nothing"])[-1]
+    how = f"signal {-returncode}" if returncode < 0 else f"exit {returncode}"
     return {"outcome": "crashed", "error": f"{how}: {last[:400]}"}
 
 

@@ -115,6 +115,7 @@ def backend_row(cell: Cell, run: Run, name: str, who: Who, mix: str) -> Row:
         "workspace_bytes": first.workspace_bytes,
         "peak_bytes": last.peak_bytes,
         "graph_capture": first.graph_capture,
+        "num_waited": last.num_waited,
     }
     return {**row, **measured, **_against_the_machine(cell, run.machine(), p50, who)}
 

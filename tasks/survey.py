@@ -10,13 +10,14 @@ case by case, so that a survey that is killed keeps what it measured.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -102,9 +103,10 @@ def run(plan: Plan, *, lake: Path, work: Path, say: Say) -> Survey:
             found += rows
             measured += _measured(one, taken, rows)
             num_done += 1
-            say(f"cell {num_done} of {len(wanted)}: {_where(one)}: {_told(rows)}")
+            say(f"cell {num_done} of {len(wanted)}: {where(one.case)}: {_told(rows)}")
     if plan.with_startup:
-        _startup(out, names, [one.case for one in wanted], device, environment, say)
+        left_s = math.inf if plan.budget_s is None else plan.budget_s - (time.monotonic() - started)
+        _startup(out, names, [one.case for one in wanted], device, environment, left_s, say)
     left_out = len(wanted) - num_done
     whole = complete(wanted, measured)
     families = dict.fromkeys(bucket.family for bucket in plan.mix.buckets())
@@ -216,9 +218,8 @@ def _measured(one: MatrixCell, taken: Run, rows: Sequence[dict[str, Any]]) -> li
     ]
 
 
-def _where(one: MatrixCell) -> str:
+def where(case: AttentionCase) -> str:
     """`decode 64q1s4k paged_nhd/16 cuda_graph`."""
-    case = one.case
     pages = "" if case.page_size is None else f"/{case.page_size}"
     return f"{case.phase} {case.batch} {case.layout}{pages} {case.execution}"
 
@@ -230,19 +231,29 @@ def _told(rows: Sequence[dict[str, Any]]) -> str:
     if not good:
         return lost
     best = min(good, key=lambda row: float(row["p50_s"]))
-    said = f"fastest {best['backend']} {1e6 * best['p50_s']:.4g} us, {best['limit_ratio']:.2f} of its limit"
+    said = f"fastest {best['backend']} {1e6 * best['p50_s']:.1f} us, {best['limit_ratio']:.2f} of its limit"
     return said if len(good) == len(rows) else f"{said}; {lost}"
 
 
 def _startup(
-    out: _Rows, names: Sequence[str], cases: Sequence[AttentionCase], device: str, environment: Environment, say: Say
+    out: _Rows,
+    names: Sequence[str],
+    cases: Sequence[AttentionCase],
+    device: str,
+    environment: Environment,
+    left_s: float,
+    say: Say,
 ) -> None:
-    """Some side by side, where there are cores for their compilers."""
+    """Some side by side, where there are cores for their compilers. What is not done when the time is over is a row
+    that says so."""
+    deadline = time.monotonic() + left_s
 
     def one(name: str) -> list[dict[str, Any]]:
-        return first_calls.cold_and_warm(name, first_calls.one_a_phase(cases), device, environment.python)
+        return first_calls.cold_and_warm(name, first_calls.one_a_phase(cases), device, environment.python, deadline)
 
     with ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 4)) as pool:
-        for name, rows in zip(names, pool.map(one, names), strict=True):
+        coming = {pool.submit(one, name): name for name in names}
+        for done in as_completed(coming):
+            rows = done.result()
             out.write("perf_startup", rows)
-            say(f"first call of {name}: {first_calls.told(rows)}")
+            say(f"first call of {coming[done]}: {first_calls.told(rows)}")

@@ -98,6 +98,7 @@ def drill(
     work: Path,
     budget_s: float | None,
     heard: Callable[[Verdict], None],
+    say: Callable[[str], None] = lambda text: None,
 ) -> None:
     """All passes over `num` cells, of which the first pass takes those that run; each pass may use `budget_s`."""
     offered = drillable(matrix, mix, device)
@@ -108,11 +109,17 @@ def drill(
         chosen = _running(crew, offered, num)
         first = {pair.case.phase: pair for pair in reversed(chosen)}  # one a family, as in a release
         floor = noise_floor(crew, list(first.values()), "champion", "candidate", _effort(MARGIN, budget_s))
-        print(f"equal processes are within {100 * floor:.2g} %", file=sys.stderr, flush=True)
+        say(f"equal processes are within {100 * floor:.2g} %")
         for drilled, share in PASSES.items():
             crew.contenders["candidate"] = replace(base, name="candidate", slowdown=share)
             effort = _effort(max(MARGIN, floor), budget_s)
-            for one in compare(crew, chosen, "champion", "candidate", effort):
+            began = time.monotonic()
+
+            def built(one: Compared, drilled: Pass = drilled, began: float = began) -> None:
+                where, blocks = f"{one.pair.backend} {one.pair.case.case_id}", one.num_blocks
+                say(f"{drilled}, {time.monotonic() - began:.0f} s: {where}, {blocks} blocks")
+
+            for one in compare(crew, chosen, "champion", "candidate", effort, heard=built):
                 heard(_verdict(drilled, one, effort.margin))
 
 
@@ -203,6 +210,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(lambda: _run(options))
 
 
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def _run(options: argparse.Namespace) -> int:
     check_count("--cells", options.cells)
     check_seconds("--budget-s", options.budget_s, or_none=True)
@@ -221,11 +232,12 @@ def _run(options: argparse.Namespace) -> int:
         ratio = one.lost if one.ratio is None else f"{one.ratio:.4f} ({one.low:.4f} to {one.high:.4f})"
         said = one.said or "lost"
         line = f"{one.drilled:10} {said:4} {one.backend} {one.case_id}: {ratio}, {one.blocks} blocks"
-        print(line, file=sys.stderr, flush=True)
+        _say(line)
 
     work = options.out.with_suffix(".work")
     device = "cpu" if matrix.covers("cpu") else "cuda"
-    drill(matrix, options.mix, device, options.cells, work=work, budget_s=options.budget_s, heard=heard)
+    counts = {"work": work, "budget_s": options.budget_s}
+    drill(matrix, options.mix, device, options.cells, **counts, heard=heard, say=_say)
     print(json.dumps(summary(verdicts), indent=1))
     return exit_of(verdicts)
 

@@ -13,7 +13,7 @@ from attention import contender
 from attention.cases import AttentionCase
 from attention.contender import prepare, random_problem
 from attention.outcomes import MeasurementError
-from attention.timing import CudaClock, clock_of
+from attention.timing import CudaClock, Rotation, clock_of
 
 CASES = (
     ("prefill", "q80_q33", {}),
@@ -133,6 +133,25 @@ def test_on_a_gpu_calls_rotate_over_more_than_a_cache_and_over_the_replicas(devi
     taken = device_clock.times(rotation, min_s=1e-9)
     assert len(taken) % 4 == 0
     assert rotation.at % 4 == 0
+
+
+def test_a_block_in_which_the_device_waited_for_the_host_is_counted(device_clock: CudaClock) -> None:
+    seconds = iter([1e-4] * 5 + [1e-4] * 5 + [2e-3] * 1000)
+
+    def call() -> None:
+        end = time.perf_counter() + next(seconds)
+        while time.perf_counter() < end:
+            pass
+
+    rotation = Rotation([call])
+    device_clock.block(rotation, 5)
+    assert rotation.num_waited == 0, "the first block only says how long to sleep"
+    device_clock.block(rotation, 5)
+    assert rotation.num_waited == 0, "a host that became slow has a second try"
+    assert len(device_clock.block(rotation, 48)) <= 15, "no more than the host queues while the device sleeps"
+    rotation.host_s, seconds = 1e-4, iter([1e-3] * 5 + [5e-2] * 5)
+    device_clock.block(rotation, 5)
+    assert rotation.num_waited == 1
 
 
 def test_large_inputs_prove_themselves_and_have_few_copies(device_clock: CudaClock) -> None:

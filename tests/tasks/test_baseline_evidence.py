@@ -91,6 +91,15 @@ def test_a_backend_is_a_row_with_its_best_figures_and_what_it_lost(folder: Path)
     assert "matmul 750 TFLOP/s" in said
 
 
+def test_a_load_is_a_row_a_level(folder: Path) -> None:
+    tails = {f"{one}_p{q}_s": q / 1000 for one in ("ttft", "tpot") for q in (50, 99)}
+    level = {"level": 1.2, "num_good": 5, "num_offered": 9, "num_refused": 1, "kv_peak_share": 0.25, **tails}
+    (folder / "load.json").write_text(json.dumps({"saturation_per_s": 2.0, "levels": [level]}))
+    said = backend_table(folder)
+    assert "| load of 2 requests/s |" in said
+    assert said.endswith("| 120% | 5 of 9 | 1 | 50 / 99 ms | 50 / 99 ms | 25% |")
+
+
 def test_another_run_in_the_same_lake_is_left_out_and_what_a_run_lacks_goes(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     write_rows(run / "lake", "perf_backends", [row("torch_sdpa:math", "prefill", "q8k", 0.9)], release_id="other")

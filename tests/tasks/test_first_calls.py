@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 from attention.cases import AttentionCase
@@ -38,9 +40,12 @@ def test_a_backend_that_is_refused_or_dies_or_hangs_is_a_row(tmp_path: Path) -> 
 
     dead = cold_and_warm("any", [PREFILL], "cpu", process("echo bad >&2; kill -9 $$"))
     assert [(row["outcome"], row["error"]) for row in dead] == [("crashed", "signal 9: bad")] * 2
-    hung = cold_and_warm("any", [PREFILL], "cpu", process("exec sleep 30"), timeout_s=0.2)
-    assert {row["outcome"] for row in hung} == {"timed_out"}
+    began = time.monotonic()
+    hung = cold_and_warm("any", [PREFILL], "cpu", process("sleep 31.7 & sleep 31.7"), deadline=began + 0.3)
+    assert [row["error"] for row in hung] == ["no end after 0.3 s", "the time was over before it"]
     assert told(hung) == "cold timed_out, warm timed_out"
+    assert time.monotonic() - began < 10, "a child that holds its output is not waited for"
+    assert subprocess.run(["pgrep", "-f", "^sleep 31.7"], check=False).returncode == 1, "nor left behind"
 
 
 def test_every_cache_lies_in_the_folder(tmp_path: Path) -> None:
