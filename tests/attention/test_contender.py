@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attention import contender
+from attention import contender, timing
 from attention.cases import AttentionCase
 from attention.contender import prepare, random_problem
 from attention.outcomes import MeasurementError
@@ -135,13 +135,15 @@ def test_on_a_gpu_calls_rotate_over_more_than_a_cache_and_over_the_replicas(devi
     assert rotation.at % 4 == 0
 
 
-def test_a_block_in_which_the_device_waited_for_the_host_is_counted(device_clock: CudaClock) -> None:
-    seconds = iter([1e-4] * 5 + [1e-4] * 5 + [2e-3] * 1000)
+def test_a_block_in_which_the_device_waited_for_the_host_is_counted(
+    device_clock: CudaClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([1e-4] * 10 + [2e-3] * 1000)
+    now = [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def call() -> None:
-        end = time.perf_counter() + next(seconds)
-        while time.perf_counter() < end:
-            pass
+        now[0] += next(seconds)
 
     rotation = Rotation([call])
     device_clock.block(rotation, 5)
