@@ -33,7 +33,8 @@ class Budget(_Strict):
     max_share: float = Field(ge=0, le=1)
     window_s: float = Field(gt=0)
     max_duration_s: float = Field(gt=0)
-    on_exceeded: Literal["reject", "alert"] = "reject"
+    #: `reject`: a request that would fall back is answered with 503; `drain`: the instance is ready no more.
+    on_exceeded: Literal["reject", "drain"] = "reject"
 
 
 class Override(_Strict):

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention import dispatch, matrix
+from attention import confirmations, dispatch, matrix
 from attention.backends import create
 from attention.backends.base import AttentionSpec, Backend, Batch, Planned
 from attention.cases import AttentionCase
-from attention.dispatch import Dispatcher, FallbackEvent
+from attention.dispatch import BackendFailedError, Dispatcher, FallbackEvent
 from attention.errors import UserError
 from attention.policy import Policy
 from attention.reasons import Code, Reason
@@ -52,6 +52,10 @@ def refuse(monkeypatch: pytest.MonkeyPatch, backend: str, when: Callable[[Attent
         return [*real(name, case, device=device), *more]
 
     monkeypatch.setattr(matrix, "declared_reasons", declared)
+
+
+def longer_than_100(case: AttentionCase) -> bool:
+    return max(m.kv_len for m in case.members) > 100
 
 
 def test_every_phase_gets_the_first_backend_of_its_chain() -> None:
@@ -138,7 +142,7 @@ def test_a_signature_is_confirmed_once_and_again_when_it_is_old(monkeypatch: pyt
     assert dispatcher.last_step().phases[0].kernel_seconds > 0
     run(dispatcher, problem("q1s70"), layers=2)
     assert len(watched) == 2
-    monkeypatch.setattr(dispatch, "CONFIRMATION_TTL_S", 0.0)
+    monkeypatch.setattr(confirmations, "CONFIRMATION_TTL_S", 0.0)
     run(dispatcher, problem("q1s50"), layers=2)
     assert len(watched) == 3
 
@@ -172,20 +176,143 @@ def test_a_backend_that_runs_another_kernel_is_a_mismatch(monkeypatch: pytest.Mo
 
 
 def test_a_request_that_the_backend_cannot_serve_falls_back_with_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse(monkeypatch, FLASH, lambda case: max(m.kv_len for m in case.members) > 100)
-    events: list[FallbackEvent] = []
-    one = Dispatcher(FALLBACK, [SPEC], on_event=events.append)
+    refuse(monkeypatch, FLASH, longer_than_100)
+    one = Dispatcher(FALLBACK, [SPEC])
     assert one.fallbacks == []
     run(one, problem("q1s50"))
-    assert events == []
+    assert one.last_step().phases[0].fallback is None
     long = problem("q1s150")
     out = run(one, long)
     torch.testing.assert_close(out.double(), long.truth.out_QHD, rtol=0, atol=1e-5)
-    assert [(e.kind, e.from_backend, e.to_backend, e.reason) for e in events] == [
-        ("request_fallback", FLASH, MATH, "NUMERIC_DRIFT")
-    ]
     (ran,) = one.last_step().phases
-    assert (ran.requested, ran.resolved, ran.confirmed, ran.fallback) == (FLASH, MATH, MATH, events[0])
+    assert (ran.requested, ran.resolved, ran.confirmed) == (FLASH, MATH, MATH)
+    assert ran.fallback is not None
+    assert (ran.fallback.kind, ran.fallback.from_backend, ran.fallback.to_backend, ran.fallback.reason) == (
+        "request_fallback", FLASH, MATH, "NUMERIC_DRIFT",
+    )  # fmt: skip
+
+
+def test_who_falls_back_is_a_part_of_its_own_in_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse(monkeypatch, FLASH, longer_than_100)
+    one = Dispatcher(FALLBACK, [SPEC], on_event=lambda event: pytest.fail(str(event)))
+    mixed = problem("q1s50_q1s150_q1s60_q12_q1s220")
+    out = run(one, mixed)
+    torch.testing.assert_close(out.double(), mixed.truth.out_QHD, rtol=0, atol=1e-5)
+    record = one.last_step()
+    assert [(r.phase, r.resolved, r.confirmed, r.num_members) for r in record.phases] == [
+        ("decode", FLASH, FLASH, 2), ("decode", MATH, MATH, 2), ("prefill", FLASH, FLASH, 1),
+    ]  # fmt: skip
+    assert [run.resolved for run in record.members] == [FLASH, MATH, FLASH, FLASH, MATH]
+    run(one, mixed)
+    assert all(run.kernel_seconds > 0 for run in one.last_step().phases), "each part has its own time"
+
+
+def test_what_a_request_will_meet_is_known_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse(monkeypatch, FLASH, longer_than_100)
+    one = Dispatcher(FALLBACK, [SPEC])
+    assert one.foresee(20, 60, chunk=16) is None
+    assert one.foresee(20, 100, chunk=16) is None
+    for num_prompt, num_cached in ((20, 129), (150, 160), (130, 140)):
+        event = one.foresee(num_prompt, num_cached, chunk=16)
+        assert event is not None and (event.from_backend, event.to_backend) == (FLASH, MATH)
+    with pytest.raises(UserError, match=r"can serve decode/kv<=256: .*NUMERIC_DRIFT"):
+        one.foresee(20, 150, chunk=16, avoid={MATH: drift()})
+    forbids = Dispatcher(FALLBACK.model_copy(update={"allow_runtime_fallback": False}), [SPEC])
+    with pytest.raises(UserError, match="forbids request-level fallback"):
+        forbids.foresee(20, 150, chunk=16)
+
+
+def test_a_member_runs_on_nothing_that_it_is_to_avoid() -> None:
+    one = Dispatcher(FALLBACK, [SPEC])
+    mixed = problem("q1s50_q1s60")
+    with torch.inference_mode():
+        one.plan(mixed.batch, [{}, {FLASH: drift()}])
+        out = one.run(0, mixed.q_THD, mixed.k, mixed.v)
+    torch.testing.assert_close(out.double(), mixed.truth.out_QHD, rtol=0, atol=1e-5)
+    assert [run.resolved for run in one.last_step().members] == [FLASH, MATH]
+    run(one, problem("q1s60"))
+    assert one.last_step().phases[0].resolved == FLASH, "only that member, and only then"
+
+
+class Raises:
+    """Refuses nothing, and then cannot run."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        self.name, self._error = name, error
+
+    def check(self, case: AttentionCase) -> list[Reason]:
+        return []
+
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
+        raise self._error
+
+
+def failing(error: Exception) -> Callable[[Backend], Backend]:
+    return lambda backend: Raises(FLASH, error) if backend.name == FLASH else backend
+
+
+def test_a_backend_that_raises_can_be_retired_and_the_next_of_the_chain_serves() -> None:
+    events: list[FallbackEvent] = []
+    one = Dispatcher(FALLBACK, [SPEC], wrap=failing(RuntimeError("no kernel image")), on_event=events.append)
+    with pytest.raises(
+        BackendFailedError, match=r"torch_sdpa:flash failed in decode: RuntimeError: no kernel"
+    ) as caught:
+        run(one, problem("q1s50"))
+    one.retire(caught.value.backend, drift())
+    assert [(e.kind, e.phase, e.from_backend, e.to_backend) for e in events] == [
+        ("backend_failed", phase, FLASH, MATH) for phase in ("prefill", "decode", "extend")
+    ]
+    run(one, problem("q1s50"))
+    (ran,) = one.last_step().phases
+    assert (ran.requested, ran.resolved, ran.confirmed) == (FLASH, MATH, MATH)
+    assert ran.fallback is not None and ran.fallback.reasons == (drift(),)
+    assert one.resolved == dict.fromkeys(("prefill", "decode", "extend"), MATH)
+    assert one.unserved() == {}
+    one.retire(MATH, drift())
+    assert set(one.unserved()) == {"prefill", "decode", "extend"}
+    assert one.unserved()["decode"].count("NUMERIC_DRIFT") == 2
+    with pytest.raises(UserError, match="no backend of the policy can serve"):
+        one.plan(problem("q1s50").batch)
+
+
+def test_memory_that_runs_out_is_not_the_backends_failure() -> None:
+    one = Dispatcher(FALLBACK, [SPEC], wrap=failing(torch.OutOfMemoryError("out of memory")))
+    with pytest.raises(torch.OutOfMemoryError):
+        run(one, problem("q1s50"))
+
+
+def test_an_idle_moment_asks_again_for_what_was_confirmed_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(confirmations.Confirmations.__init__, "__defaults__", (lambda: now[0],))
+    asked: list[str] = []
+    one = Dispatcher(FALLBACK, [SPEC], on_confirmation=lambda phase, added_s: asked.append(phase))
+    long = problem("q1s150")
+    for at, batch in ((0.0, "q1s50"), (1.0, "q20"), (2.0, "q1s150")):
+        now[0] = at
+        run(one, problem(batch))
+    assert asked == ["decode", "prefill", "decode"]
+    before = long.k.clone()
+    assert not one.confirm_idle(long.k, long.v, age_s=5.0)
+    now[0] = 6.5
+    assert one.confirm_idle(long.k, long.v, age_s=5.0) and one.confirm_idle(long.k, long.v, age_s=5.0)
+    assert not one.confirm_idle(long.k, long.v, age_s=5.0), "the third is not old"
+    assert asked[3:] == ["decode", "prefill"]
+    assert torch.equal(long.k.view(torch.int32), before.view(torch.int32)), "the cache is only read"
+    now[0] = 5000.0
+    one.plan(long.batch)
+    assert one.last_step().phases[0].confirmed == confirmations.STALE
+
+
+def test_a_mismatch_that_an_idle_moment_finds_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[FallbackEvent] = []
+    one = Dispatcher(FALLBACK, [SPEC], on_event=events.append)
+    long = problem("q1s150")
+    run(one, long)
+    assert one.mismatches == {}
+    monkeypatch.setattr(one, "_backends", {FLASH: Liar()})
+    assert one.confirm_idle(long.k, long.v, age_s=0.0)
+    assert [(e.kind, e.from_backend, e.to_backend) for e in events] == [("backend_mismatch", FLASH, MATH)]
+    assert list(one.mismatches.values()) == [MATH]
 
 
 def test_a_request_falls_back_from_what_stood_in_at_start_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,15 +325,16 @@ def test_a_request_falls_back_from_what_stood_in_at_start_too(monkeypatch: pytes
             [] if name == other else real(name, case, device="cpu")
         ),
     )
-    events: list[FallbackEvent] = []
     policy = Policy(preferred=(FLASH,), fallback=(MATH, other), allow_runtime_fallback=True)
-    one = Dispatcher(policy, [SPEC], observed={FLASH: [drift()]}, on_event=events.append)
+    one = Dispatcher(policy, [SPEC], observed={FLASH: [drift()]})
     assert one.resolved["decode"] == MATH
     one.plan(problem("q1s50").batch)
-    assert events == []
+    assert one.last_step().phases[0].fallback is None
     monkeypatch.setattr(one, "_backend", lambda name: create(FLASH, "cpu"))
     one.plan(problem("q1s150").batch)
-    assert [(e.kind, e.from_backend, e.to_backend) for e in events] == [("request_fallback", MATH, other)]
+    fallback = one.last_step().phases[0].fallback
+    assert fallback is not None
+    assert (fallback.kind, fallback.from_backend, fallback.to_backend) == ("request_fallback", MATH, other)
 
 
 def test_an_overrides_backend_that_cannot_run_is_a_startup_fallback_once() -> None:

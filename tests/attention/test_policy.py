@@ -62,7 +62,7 @@ def test_the_policies_of_this_repository_load(name: str) -> None:
 def test_a_policy_survives_yaml_and_json() -> None:
     one = policy(
         overrides=({"phase": "decode", "kv_len": (4096, None), "preferred": (CUDNN,)},),
-        runtime_fallback_budget={"max_share": 0.02, "window_s": 60, "max_duration_s": 600, "on_exceeded": "alert"},
+        runtime_fallback_budget={"max_share": 0.02, "window_s": 60, "max_duration_s": 600, "on_exceeded": "drain"},
     )
     assert Policy.model_validate(yaml.safe_load(yaml.safe_dump(one.model_dump(mode="json")))) == one
     assert Policy.model_validate_json(one.model_dump_json()) == one
