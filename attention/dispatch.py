@@ -200,7 +200,7 @@ class Dispatcher:
         expected = self._at_start.get((phase, found.requested), found.requested)
         fallback = None
         if expected in excluded:
-            fallback = FallbackEvent("request_fallback", phase, expected, chain[0], excluded[expected])
+            fallback = FallbackEvent("request_fallback", phase, expected, chain[0], excluded[expected], bucket)
             if not self.policy.allow_runtime_fallback:
                 raise UserError(f"the policy forbids request-level fallback for {bucket}: {told.explain()}")
         decision = _Decision(phase, chain[0], found.requested, fallback)
@@ -210,16 +210,19 @@ class Dispatcher:
             self._decisions[q_len, kv_len] = decision
         return decision
 
-    def foresee(self, num_prompt: int, num_cached: int, chunk: int, avoid: Avoid = _NONE) -> FallbackEvent | None:
-        """The first fallback that a request will meet on its way from its first chunk of `chunk` tokens at most to
-        `num_cached` tokens in the cache; None for one that meets none. Any thread may ask.
+    def foresee(
+        self, start: int, num_prompt: int, num_cached: int, chunk: int, avoid: Avoid = _NONE
+    ) -> FallbackEvent | None:
+        """The first fallback that a request will meet on its way from `start` to `num_cached` tokens in the cache, its
+        prompt in pieces of `chunk` tokens at most; None for one that meets none. Any thread may ask.
 
         Raises UserError, with every reason, where no backend could serve it or the policy forbids the fallback.
         """
         first = min(chunk, num_prompt)
-        ways = [(first, first)]
-        ways += [(min(chunk, kv - first), kv) for kv in self._stops("extend", first + 1, num_prompt)]
-        ways += [(1, kv) for kv in self._stops("decode", num_prompt + 1, num_cached)]
+        ways = [(first, first)] if start == 0 else []
+        extends = self._stops("extend", max(start, first) + 1, num_prompt)
+        ways += [(min(chunk, kv - first), kv) for kv in extends]
+        ways += [(1, kv) for kv in self._stops("decode", max(start, num_prompt) + 1, num_cached)]
         found = (self._decide(q_len, kv_len, avoid).fallback for q_len, kv_len in ways)
         return next((event for event in list(found) if event is not None), None)
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from attention.cases import phase_of
-from attention.dispatch import FallbackEvent
+from attention.dispatch import FallbackEvent, PhaseRun, StepRecord
 from attention.errors import UserError
 from attention.faults import SLOW_DECODE, check_fault, slow_decode_pause_s
 from attention.limits import Limits
+from attention.model import Chunk
 from attention.sampling import SamplingParams
 from attention.scheduler import Generation, QueueFullError, Scheduler
 from tests.attention.fake_runner import FakeRunner, expected_tokens
@@ -288,7 +289,13 @@ def test_phases_of_chunks_are_those_of_the_cases() -> None:
 def test_the_scheduler_costs_less_than_0_3_ms_a_step_of_8_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = FakeRunner(num_pages=2048, page_size=16, max_context=8192, eos_token_ids=frozenset())
     hidden, logits = torch.zeros(8, 1), torch.rand(8, 300)
-    monkeypatch.setattr(runner, "forward", lambda chunks, rows: hidden[: len(chunks)])
+    ran = PhaseRun("decode", "decode/kv<=64", "a:x", "a:x", "a:x", 8)
+
+    def forward(chunks: list[Chunk], rows: str) -> torch.Tensor:
+        runner.dispatcher.record = StepRecord([ran], [ran] * len(chunks))
+        return hidden[: len(chunks)]
+
+    monkeypatch.setattr(runner, "forward", forward)
     monkeypatch.setattr(runner, "logits", lambda hidden: logits[: len(hidden)])
     scheduler = Scheduler(runner, Limits())
     for i in range(8):
