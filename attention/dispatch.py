@@ -136,6 +136,8 @@ class Dispatcher:
         self.resolutions: dict[Phase, Resolution] = {p: self._startup(p, _START_KV) for p in PHASES}
         self.requested: dict[Phase, str] = {p: r.requested for p, r in self.resolutions.items()}
         self.resolved: dict[Phase, str] = {p: r.chain[0] for p, r in self.resolutions.items()}
+        self.chosen: Mapping[Phase, str] = dict(self.resolved)  # at start; `resolved` changes with what is retired
+        self.at_work: str | None = None  # the backend whose call is under way
         self.confirmed: dict[Phase, str] = dict.fromkeys(PHASES, NOTHING_RAN)
         for override in policy.overrides:
             low, high = override.kv_len
@@ -335,6 +337,7 @@ class Dispatcher:
         v_NPGD: torch.Tensor,
     ) -> torch.Tensor:
         started = time.perf_counter()
+        self.at_work = group.run.resolved
         try:
             planned = group.plans.get(spec)
             if planned is None:
@@ -348,6 +351,8 @@ class Dispatcher:
             raise
         except Exception as error:
             raise BackendFailedError(group.run.resolved, group.run.phase, error) from error
+        finally:
+            self.at_work = None
         group.run.layers += 1
         return out_THD
 

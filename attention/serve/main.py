@@ -122,7 +122,12 @@ class _Process:
         log = RequestLog(args.lake, instance)
         notice = FallbackNotice(metrics, log, emit=load_policy(args.policy).emit_fallback_event)
         engine = Engine(
-            lambda: prepare(setup, notice), setup.limits, metrics, fault=args.fault, on_change=self._on_change
+            lambda: prepare(setup, notice),
+            setup.limits,
+            metrics,
+            notice,
+            fault=args.fault,
+            on_change=self._on_change,
         )
         self._notice = notice
         self._service = Service(instance, engine, metrics, log)
