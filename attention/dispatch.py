@@ -27,7 +27,7 @@ from attention.fallback import FallbackEvent
 from attention.policy import Policy, Resolution, resolve
 from attention.reasons import Reason
 
-__all__ = ["PHASES", "BackendFailedError", "Dispatcher", "FallbackEvent", "PhaseRun", "StepRecord"]
+__all__ = ["PHASES", "BackendFailedError", "Dispatcher", "FallbackEvent", "NoBackendError", "PhaseRun", "StepRecord"]
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "extend")
 #: KV length of the batch with which each phase is resolved at start.
@@ -37,6 +37,10 @@ _MOST_DECISIONS = 100_000  # lengths whose decision is remembered
 #: Backends that a member must not run on, with the reasons.
 Avoid = Mapping[str, Reason]
 _NONE: Avoid = {}
+
+
+class NoBackendError(UserError):
+    """The policy leaves no backend for a phase, before the first request. The text has every reason."""
 
 
 class BackendFailedError(RuntimeError):
@@ -150,7 +154,7 @@ class Dispatcher:
         q_len = {"prefill": kv_len, "decode": 1, "extend": min(16, max(1, kv_len - 1))}[phase]
         found = self._resolution(phase, q_len, kv_len)
         if not found.chain:
-            raise UserError(f"no backend of the policy can serve {phase}: {found.explain()}")
+            raise NoBackendError(f"no backend of the policy can serve {phase}: {found.explain()}")
         wish = (phase, found.requested)
         if wish not in self._at_start:
             self._at_start[wish] = found.chain[0]

@@ -8,7 +8,8 @@ again. Who finds no room is refused with the reason; nobody falls back unseen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,6 +62,7 @@ class RequestFallback:
     chunk: int  # most tokens of a prompt in one piece
     budget: FallbackBudget | None = None
     classes: FallenClasses | None = None
+    exceeded: str | None = None  # why the budget last had no room
 
     @classmethod
     def of(cls, dispatcher: Foreseeing, policy: Policy, chunk: int) -> RequestFallback:
@@ -72,7 +74,8 @@ class RequestFallback:
         event = self._foreseen(request)
         advice = None if self.classes is None else self.classes.request(None if event is None else class_of(event))
         if self.budget is not None:
-            self.budget.take(falls=event is not None)
+            with self._noting():
+                self.budget.take(falls=event is not None)
         request.falls = event is not None
         return advice
 
@@ -85,7 +88,8 @@ class RequestFallback:
         if self.classes is not None:
             self.classes.request(class_of(event))
         if self.budget is not None:
-            self.budget.fall()
+            with self._noting():
+                self.budget.fall()
         request.falls = True
 
     def note(self, run: PhaseRun) -> None:
@@ -102,6 +106,14 @@ class RequestFallback:
     def retire_for_numbers(self, backend: str) -> None:
         """The backend gave logits without numbers where another gave numbers."""
         self.dispatcher.retire(backend, not_finite("and another backend's were finite"))
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except FallbackRefusedError as error:
+            self.exceeded = str(error)
+            raise
 
     def _foreseen(self, request: Request) -> FallbackEvent | None:
         try:

@@ -129,6 +129,7 @@ class StepResult:
     tokens: list[tuple[Generation, int]] = field(default_factory=list)
     finished: list[Generation] = field(default_factory=list)
     fallbacks: list[FallbackEvent] = field(default_factory=list)  # one a request and phase, in its first such step
+    refusals: list[FallbackRefusedError] = field(default_factory=list)
     backend_failures: list[BackendFailedError] = field(default_factory=list)
     record: StepRecord | None = None  # None when no forward pass succeeded
     failure: Exception | None = None
@@ -278,6 +279,7 @@ class Scheduler:
         try:
             self._fallback.ask_again(generation)
         except FallbackRefusedError as error:
+            result.refusals.append(error)
             generation.refused = True
             self.cancel(generation, "error", str(error))
             result.finished.append(generation)
@@ -367,7 +369,7 @@ class Scheduler:
     def _accept(self, generation: Generation, token: int | None, run: PhaseRun, now: float, result: StepResult) -> None:
         if token is None:
             generation.num_nonfinite += 1
-            if not self._begin_again(generation, run):
+            if not self._begin_again(generation, run, result):
                 position = len(generation.output_ids)
                 also = f", on {run.resolved} as on {', '.join(generation.avoid)}" if generation.avoid else ""
                 self._end(generation, "error", f"the logits of output token {position} hold NaN or Inf{also}")
@@ -384,7 +386,7 @@ class Scheduler:
         if generation.finish_reason is not None:
             result.finished.append(generation)
 
-    def _begin_again(self, generation: Generation, run: PhaseRun) -> bool:
+    def _begin_again(self, generation: Generation, run: PhaseRun, result: StepResult) -> bool:
         """Free the pages of a request without numbers and have it prefilled again, on other backends; False for one
         that did so before, or may not fall back."""
         if generation.avoid:
@@ -393,7 +395,8 @@ class Scheduler:
         cached, generation.num_cached = generation.num_cached, 0
         try:
             self._fallback.ask_again(generation)
-        except FallbackRefusedError:
+        except FallbackRefusedError as error:
+            result.refusals.append(error)
             generation.avoid, generation.num_cached = {}, cached
             return False
         self._runner.pool.free(generation.block_table)

@@ -82,7 +82,6 @@ class Engine:
         self.failure: Exception | None = None
         self.num_failed_steps = 0  # in a row
         self.fallback: RequestFallback | None = None
-        self.over_budget: str | None = None  # why the policy has drained this instance
         self._step_began: float | None = None
         self._prepare = prepare
         self._metrics = metrics
@@ -163,16 +162,34 @@ class Engine:
             advice = self.fallback.take(generation)
         except FallbackRefusedError as error:
             self._notice.refused(str(error))
-            if self.started.dispatcher.policy.runtime_fallback_budget.on_exceeded == "drain":
-                self.over_budget = str(error)
             raise
         if advice is not None:
             self._notice.advise(advice)
+
+    @property
+    def over_budget(self) -> str | None:
+        """Why the policy has drained this instance: its budget was exceeded once. None where it has not."""
+        if self.started is None or self.fallback is None:
+            return None
+        drains = self.started.dispatcher.policy.runtime_fallback_budget.on_exceeded == "drain"
+        return self.fallback.exceeded if drains else None
 
     def step_seconds(self) -> float:
         """How long the present step has been running; 0.0 between steps."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
+
+    @property
+    def at_work(self) -> tuple[str, ...]:
+        """Backends that may be what the present step waits for: the one whose call is under way, else, on a device that
+        works on after calls have returned, those of the step."""
+        if self.started is None:
+            return ()
+        dispatcher = self.started.dispatcher
+        if dispatcher.at_work is not None:
+            return (dispatcher.at_work,)
+        is_async = self.started.runner.device.startswith("cuda")
+        return tuple({run.resolved for run in dispatcher.last_step().phases}) if is_async else ()
 
     def abandon(self, error: str) -> None:
         """End every request from the event loop, for an engine thread that never comes back from a step."""
@@ -289,9 +306,8 @@ class Engine:
             self._notice(fallback)
         for error in result.backend_failures:
             self._backend_failed(error)
-        for generation in result.finished:
-            if generation.refused:
-                self._notice.refused(str(generation.error))
+        for refusal in result.refusals:
+            self._notice.refused(str(refusal))
         if result.record is not None:
             self.num_failed_steps = 0
             self._metrics.observe_step(result.record)

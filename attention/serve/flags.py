@@ -23,6 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", default="cpu", help="GPU model as records name it; cpu without one")
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument(
+        "--step-timeout-s",
+        type=float,
+        default=120.0,
+        help="a step that takes longer hangs: the process begins anew without its backend (default: %(default)g)",
+    )
+    # For a process that begins anew.
+    parser.add_argument("--retired", action="append", default=[], help=argparse.SUPPRESS)
+    parser.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--fault", help=f"drill only: {', '.join(FAULTS)}")
 
 

@@ -129,6 +129,7 @@ class Service:
         return {
             "live": True,
             "ready": not reasons,
+            "failed": self.engine.failure is not None,  # it will not become ready
             "reasons": reasons,
             "warnings": warnings,
             "running": self.engine.num_running,

@@ -19,7 +19,7 @@ from attention.confirmations import Signature
 from attention.dispatch import PHASES, BackendFailedError, FallbackEvent, PhaseRun, StepRecord
 from attention.errors import UserError
 from attention.model import Chunk, PagePool
-from attention.policy import Policy
+from attention.policy import Policy, Resolution
 from attention.reasons import Reason
 
 VOCABULARY = 300  # bytes, then specials
@@ -71,6 +71,7 @@ class FakeDispatcher:
         default_factory=lambda: Policy(preferred=("torch_sdpa:flash",), fallback=("torch_sdpa:math",))
     )
     mismatches: dict[Signature, str] = field(default_factory=dict)
+    resolutions: dict[Phase, Resolution] = field(default_factory=dict)
     step_fallback: FallbackEvent | None = None
     chain: list[str] = field(default_factory=list)
     raises: set[str] = field(default_factory=set)

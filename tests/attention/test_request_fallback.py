@@ -130,7 +130,8 @@ def test_a_budget_without_room_ends_it_too() -> None:
     one = runner(SECOND)
     one.nan_for_prompt, one.nan_on = tuple(range(20)), {FIRST}
     bad = generation(range(20), 12)
-    served(one, bad, share=0.0)
+    (refusal,) = [error for result in served(one, bad, share=0.0) for error in result.refusals]
+    assert "0 of 1 requests" in str(refusal)
     assert (bad.num_nonfinite, bad.error) == (1, "the logits of output token 0 hold NaN or Inf")
 
 
