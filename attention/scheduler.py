@@ -7,7 +7,8 @@ step's token budget goes. Two decisions shape it:
   taken one by one as the cache grows. A running request never lacks a page, so nothing is preempted
   and computed twice, and what a user gets does not depend on who else is being served.
 - *Prompts are cut at fixed places*, multiples of `prefill_chunk`, and the budget decides only how many
-  pieces a step takes. The same prompt goes through the same kernels alone or in a crowd.
+  pieces a step takes. The same prompt goes through the same kernels alone or in a crowd. Pieces that another prompt
+  began with are reused (attention/prefix_cache.py), with the same numbers in them.
 
 A backend that raises is retired, and its part of the step runs again on the next of the chain. A request whose logits
 hold NaN or Inf gives its pages back and is prefilled once more, on other backends; if those give numbers, the first
@@ -34,6 +35,7 @@ from attention.fallback import FallbackEvent, FallbackRefusedError
 from attention.faults import SLOW_DECODE, slow_decode_pause_s
 from attention.limits import Limits
 from attention.model import Chunk, Runner
+from attention.prefix_cache import Piece, PrefixCache
 from attention.reasons import Reason
 from attention.request_fallback import RequestFallback, not_finite
 from attention.sampling import Sampler, SamplingParams, sample
@@ -58,7 +60,9 @@ class Generation:
     output_ids: list[int] = field(default_factory=list)
     prefill_ids: tuple[int, ...] = ()  # the prompt; of a request that began again, what it had generated too
     num_cached: int = 0  # tokens whose keys and values are in the cache
+    num_reused: int = 0  # of the prompt's tokens: found in the cache when it was admitted
     block_table: tuple[int, ...] = ()
+    pieces: list[Piece] = field(default_factory=list)  # of the prefix cache; theirs are the first pages of the table
     admitted: float | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -148,6 +152,14 @@ class Scheduler:
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
         self._num_pages = runner.pool.num_free
+        self._prefixes = None
+        if limits.prefix_reuse and limits.prefill_chunk % runner.page_size == 0:
+            self._prefixes = PrefixCache(runner.pool, piece=limits.prefill_chunk, page_size=runner.page_size)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that a request could have now: free ones, and those of prefixes that nobody uses."""
+        return self._runner.pool.num_free + (self._prefixes.num_idle_pages if self._prefixes else 0)
 
     @property
     def num_waiting(self) -> int:
@@ -262,17 +274,47 @@ class Scheduler:
     def _admit(self, now: float, result: StepResult) -> None:
         """First come, first served: a large request at the head waits for its pages and is not overtaken."""
         promised = sum(self._pages_for(g.max_cached) - len(g.block_table) for g in self._running)
-        available = self._runner.pool.num_free - promised
         while self._waiting and len(self._running) < self._limits.max_running:
-            need = self._pages_for(self._waiting[0].max_cached)
-            if need > available:
+            generation = self._waiting[0]
+            self._reuse(generation)
+            need = self._pages_for(generation.max_cached) - len(generation.block_table)
+            if need > self.num_free_pages - promised:
+                self._give_back(generation)
+                generation.num_cached = 0
                 break
-            generation = self._waiting.popleft()
+            self._waiting.popleft()
             if not self._may_run(generation, result):
                 continue
-            available -= need
+            promised += need
             generation.admitted = now
             self._running.append(generation)
+
+    def _reuse(self, generation: Generation) -> None:
+        """Take the pieces of its prompt that are in the cache."""
+        if self._prefixes is None:
+            return
+        generation.pieces = self._prefixes.match(generation.prompt_ids)
+        generation.block_table = tuple(page for piece in generation.pieces for page in piece.pages)
+        generation.num_cached = generation.num_reused = len(generation.block_table) * self._runner.page_size
+
+    def _share(self, generation: Generation) -> None:
+        """Let others reuse the pieces of its prompt that it has computed."""
+        piece = self._limits.prefill_chunk
+        if self._prefixes is None or generation.avoid:
+            return
+        while (len(generation.pieces) + 1) * piece <= min(generation.num_cached, len(generation.prompt_ids)):
+            longer = self._prefixes.extend(generation.pieces, generation.prompt_ids, generation.block_table)
+            if longer is generation.pieces:
+                break
+            generation.pieces = longer
+
+    def _give_back(self, generation: Generation) -> None:
+        """All pages of a request, its own and those that it shared."""
+        shared = sum(len(piece.pages) for piece in generation.pieces)
+        self._runner.pool.free(generation.block_table[shared:])
+        if self._prefixes is not None:
+            self._prefixes.release(generation.pieces)
+        generation.pieces, generation.block_table = [], ()
 
     def _may_run(self, generation: Generation, result: StepResult) -> bool:
         """Whether it needs no fallback, or there is room for it; who finds none has ended."""
@@ -295,7 +337,7 @@ class Scheduler:
         """Nothing runs and the head still lacks pages: someone else holds them, waiting would never end."""
         if self._waiting:
             head = self._waiting[0]
-            need, free = self._pages_for(head.max_cached), self._runner.pool.num_free
+            need, free = self._pages_for(head.max_cached), self.num_free_pages
             self.cancel(head, "error", f"{need} cache pages are needed and only {free} can ever be free")
             result.finished.append(head)
 
@@ -319,6 +361,8 @@ class Scheduler:
         end = generation.num_cached + len(token_ids)
         missing = self._pages_for(end) - len(generation.block_table)
         if missing > 0:
+            if self._prefixes is not None:
+                self._prefixes.evict(missing - self._runner.pool.num_free)
             generation.block_table += tuple(self._runner.pool.alloc(missing))
         chunk = Chunk(token_ids, generation.num_cached, generation.block_table, generation.avoid)
         samples = end >= len(generation.prefill_ids)
@@ -349,6 +393,8 @@ class Scheduler:
             if decoded:
                 generation.num_decode_steps += 1
                 generation.num_decode_peers += len(work)
+            else:
+                self._share(generation)
             if item.samples:
                 self._accept(generation, next(drawn), run, now, result)
         self._running = [g for g in self._running if g.finish_reason is None]
@@ -364,6 +410,8 @@ class Scheduler:
         }
         for name in sorted(blamed - self._runner.dispatcher.retired.keys()):
             self._fallback.retire_for_numbers(name)
+            if self._prefixes is not None:
+                self._prefixes.clear()  # they may hold what that backend gave
             self._ask_again(result)
 
     def _accept(self, generation: Generation, token: int | None, run: PhaseRun, now: float, result: StepResult) -> None:
@@ -399,8 +447,7 @@ class Scheduler:
             result.refusals.append(error)
             generation.avoid, generation.num_cached = {}, cached
             return False
-        self._runner.pool.free(generation.block_table)
-        generation.block_table = ()
+        self._give_back(generation)
         generation.prefill_ids = (*generation.prompt_ids, *generation.output_ids)
         return True
 
@@ -413,9 +460,7 @@ class Scheduler:
     def _end(self, generation: Generation, reason: FinishReason, error: str | None = None) -> None:
         generation.finish_reason, generation.error = reason, error
         generation.finished = time.perf_counter()
-        if generation.block_table:
-            self._runner.pool.free(generation.block_table)
-            generation.block_table = ()
+        self._give_back(generation)
 
 
 def _noted(generation: Generation, run: PhaseRun) -> list[FallbackEvent]:

@@ -124,9 +124,11 @@ class Engine:
 
     @property
     def kv_pages(self) -> dict[str, int]:
-        """Pages of the KV cache, free and in all; without a request under way all are free, or some leaked."""
-        pool = self.started.runner.pool if self.started else None
-        return {"free": pool.num_free, "total": pool.num_pages} if pool else {}
+        """Pages of the KV cache, free and in all; without a request under way all are free, or some leaked. Prefixes
+        that nobody uses count as free."""
+        if self.started is None or self._scheduler is None:
+            return {}
+        return {"free": self._scheduler.num_free_pages, "total": self.started.runner.pool.num_pages}
 
     @property
     def num_running(self) -> int:

@@ -10,7 +10,9 @@ from attention.sampling import SamplingParams
 from attention.scheduler import Generation, Scheduler, StepResult
 from tests.attention.fake_runner import FakeRunner, expected_tokens
 
-SMALL = Limits(max_running=4, max_step_tokens=16, prefill_chunk=8, max_queue=64, max_output_tokens=64)
+SMALL = Limits(
+    max_running=4, max_step_tokens=16, prefill_chunk=8, max_queue=64, max_output_tokens=64, prefix_reuse=False
+)
 FIRST, SECOND, THIRD = "torch_sdpa:math", "torch_sdpa:flash", "torch_sdpa:efficient"
 
 
