@@ -1,4 +1,4 @@
-"""Faults in the process that serves: is the next request answered by the fallback, is it told, and does the budget hold?
+"""Faults in the process that serves: does the fallback answer the next request, is it told, and does the budget hold?
 
 Each fault (attention/faults.py) goes into an instance of its own, the real process with the real model, under a policy
 whose budget lets one request in two fall back. What it must show is a list of observations; the kind counts as caught
@@ -28,8 +28,8 @@ FIRST, SECOND = "torch_sdpa:flash", "torch_sdpa:math"
 READY_S, ANSWER_S, STEP_S = 180.0, 60.0, 3.0
 _BODY = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
 
-#: What an instance with a fault must show, by kind: the statuses of its first two answers (one that begins anew is asked
-#: for the second when it is ready again), events of its log, and the reason under which the counter counts.
+#: What an instance with a fault must show, by kind: the statuses of its first two answers (one that begins anew is
+#: asked for the second when it is ready again), events of its log, and the reason under which the counter counts.
 Wanted = tuple[tuple[int, int], tuple[str, ...], str]
 WANTED: dict[str, Wanted] = {
     BACKEND_RAISES: ((200, 503), ("backend_raised", "backend_failed", "fallback_refused"), "LAUNCH_FAILED"),
@@ -50,7 +50,8 @@ class Seen:
     def missing(self, wanted: Wanted) -> list[str]:
         """What is not there of what a fault must show."""
         statuses, events, reason = wanted
-        found = [f"answer {status}" for status, (seen, _) in zip(statuses, self.answers, strict=True) if seen != status]
+        given = tuple(status for status, _ in self.answers)
+        found = [] if given == statuses else [f"answers {statuses}"]
         found += [f"an answer by {SECOND}" for status, backend in self.answers if status == 200 and backend != SECOND]
         found += [f"event {name}" for name in events if name not in self.events]
         return found if self.counted.get(reason) else [*found, f"a count of {reason}"]
@@ -74,7 +75,7 @@ def runs(model: str, without: str | None, say: Callable[[str], None]) -> Iterato
 
 
 def judged(kind: str | None, seen: Seen) -> tuple[str, ...]:
-    """The checks that an instance trips: all that its fault must show, or, of a sound one, that it did not answer so."""
+    """The check that an instance trips: it shows all that its fault must; a sound one did not answer as it should."""
     if kind is not None:
         return () if seen.missing(WANTED[kind]) else (CHECK,)
     is_sound = seen.answers == ((200, FIRST),) * 2 and not seen.counted
