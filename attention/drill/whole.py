@@ -18,7 +18,8 @@ import torch
 
 from attention.backends.base import AttentionSpec, Batch, Planned
 from attention.backends.oracle import OracleBackend
-from attention.dispatch import PHASES, StepRecord
+from attention.cases import phase_of
+from attention.dispatch import PHASES, PhaseRun, StepRecord
 from attention.model import Chunk, Runner
 
 
@@ -101,9 +102,16 @@ class OracleDispatcher:
         self.resolved = self.confirmed = dict.fromkeys(PHASES, "oracle")
         self._planned: dict[AttentionSpec, Planned] = {}
         self._batch: Batch | None = None
+        self._record = StepRecord()
+        self.retired: dict[str, Any] = {}
 
-    def plan(self, batch: Batch) -> None:
+    def plan(self, batch: Batch, avoid: Any = None) -> None:
         self._planned, self._batch = {}, batch
+        phases = [phase_of(*lens) for lens in zip(batch.q_lens, batch.kv_lens, strict=True)]
+        self._record = StepRecord(members=[PhaseRun(phase, "", "oracle", "oracle", "oracle", 1) for phase in phases])
+
+    def foresee(self, *way: Any) -> None:
+        """The oracle serves whatever is asked."""
 
     def run(self, layer: int, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor) -> torch.Tensor:
         spec = self.specs[layer]
@@ -114,7 +122,7 @@ class OracleDispatcher:
 
     def last_step(self) -> StepRecord:
         """Nothing to confirm: no kernel ran."""
-        return StepRecord()
+        return self._record
 
 
 @dataclass(frozen=True)
