@@ -1,8 +1,9 @@
 """Start-up of a process that serves or measures: probe, resolve the chain, load, fingerprint.
 
 The order is the document's: before Ready, every backend of the policy is probed; one that fails gives
-way to the next validated one, with an event and its reasons. With none left, `prepare` raises with
-the whole explanation and the instance stays unready.
+way to the next validated one, with an event and its reasons. So does one that a basic replay of the model, where it is
+asked for, finds less exact than plain math. With none left, `prepare` raises with the whole explanation and the
+instance stays unready.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from attention import basic_replay
 from attention.backends.base import Backend
+from attention.basic_replay import Replayed
 from attention.cases import Phase
 from attention.dispatch import Dispatcher, FallbackEvent
 from attention.faults import PROBE_CRASH, WRONG_SCALE, check_fault, faulty
@@ -46,6 +49,7 @@ class Started:
     probes: list[ProbeResult]
     policy: Policy
     seconds: float
+    replayed: Replayed | None = None  # of the basic replay, where it was asked for
 
 
 def scale_factor(fault: str | None) -> float:
@@ -161,9 +165,10 @@ def prepare(
     on_event: Callable[[FallbackEvent], None] = lambda event: None,
     *,
     retired: Retired = _NONE,
+    with_replay: bool = False,
     on_confirmation: Callable[[Phase, float], None] = lambda phase, added_s: None,
 ) -> Started:
-    """Probe, resolve, load. Raises UserError when no backend is left, a model or a policy is wrong."""
+    """Probe, resolve, load, replay. Raises UserError when no backend is left, a model or a policy is wrong."""
     started = time.perf_counter()
     declared = decide(setup, [], retired=retired)
     crash = declared.chosen["decode"] if setup.fault == PROBE_CRASH else None
@@ -173,7 +178,17 @@ def prepare(
         probing = pool.submit(probe, setup, backends=backends, crash=crash)
         runner = load(setup, declared)
         probes = probing.result()
-    dispatcher = runner.dispatcher = decide(setup, probes, on_event, retired=retired, on_confirmation=on_confirmation)
+    replayed = None
+    while True:
+        dispatcher = runner.dispatcher = decide(
+            setup, probes, on_event, retired=retired, on_confirmation=on_confirmation
+        )
+        if not with_replay:
+            break
+        replayed = basic_replay.replay(runner, specs_of(setup.model, resolve_dtype(setup.dtype, setup.device)))
+        if (reason := replayed.reason()) is None:
+            break
+        retired = {**retired, **dict.fromkeys(dispatcher.resolved.values(), reason)}
     return Started(
         runner=runner,
         dispatcher=dispatcher,
@@ -181,4 +196,5 @@ def prepare(
         probes=probes,
         policy=dispatcher.policy,
         seconds=time.perf_counter() - started,
+        replayed=replayed,
     )

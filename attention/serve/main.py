@@ -145,7 +145,7 @@ class _Process:
         log = RequestLog(args.lake, instance)
         notice = FallbackNotice(metrics, log, emit=load_policy(args.policy).emit_fallback_event)
         engine = Engine(
-            lambda: prepare(setup, notice, retired=retired_of(args.retired)),
+            lambda: prepare(setup, notice, retired=retired_of(args.retired), with_replay=args.replay),
             setup.limits,
             metrics,
             notice,

@@ -116,9 +116,15 @@ class Service:
                 }
                 for f in fallbacks
             ],
+            "replay": self._replay(),
             "fault": self.instance.fault,
             "fault_effect": FAULTS[self.instance.fault] if self.instance.fault else None,
         }
+
+    def _replay(self) -> dict[str, Any] | None:
+        """Relative errors of the basic replay; None where it was not asked for."""
+        replayed = self.engine.started.replayed if self.engine.started else None
+        return None if replayed is None else {"served": replayed.served, "math": replayed.math, "ratio": replayed.ratio}
 
     def health(self) -> dict[str, Any]:
         reasons = self.reasons_not_ready()

@@ -46,6 +46,7 @@ class FakeStarted:
     fingerprint: FakeFingerprint = FakeFingerprint()
     probes: list[ProbeResult] = field(default_factory=list)
     seconds: float = 0.1
+    replayed: None = None
 
     @property
     def dispatcher(self) -> FakeDispatcher:
