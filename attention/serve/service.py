@@ -57,7 +57,8 @@ class Service:
 
     def _reasons_of_policy(self, started: Started) -> list[str]:
         """What the policy says no to while the model runs."""
-        reasons = [f"backends: no backend is left for {why}" for why in started.dispatcher.unserved().values()]
+        unserved = started.dispatcher.unserved()
+        reasons = [f"backends: no backend is left for {phase}: {why}" for phase, why in unserved.items()]
         if self.engine.over_budget is not None:
             reasons.append(f"fallback budget: drained, since {self.engine.over_budget}; restart the instance")
         if started.dispatcher.policy.mode == "pinned":
