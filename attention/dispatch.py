@@ -33,6 +33,7 @@ PHASES: tuple[Phase, ...] = ("prefill", "decode", "extend")
 #: KV length of the batch with which each phase is resolved at start.
 _START_KV = 64
 _MOST_DECISIONS = 100_000  # lengths whose decision is remembered
+_clock = time.perf_counter
 
 #: Backends that a member must not run on, with the reasons.
 Avoid = Mapping[str, Reason]
@@ -92,7 +93,7 @@ class _Group:
     batch: Batch
     rows: torch.Tensor | None  # query rows of this group; None when it is the whole step
     backend: Backend
-    plans: dict[AttentionSpec, Planned] = field(default_factory=dict)
+    plans: list[Planned | None]  # by kind of layer
 
 
 class Dispatcher:
@@ -123,6 +124,9 @@ class Dispatcher:
         self.specs = [replace(spec, scale=spec.scale * scale_factor) for spec in specs]
         if not self.specs:
             raise ValueError("a dispatcher needs at least one layer")
+        # Layers of one kind share plans. By number: a spec is slow to hash, and this is asked once a layer and step.
+        self._kinds = list(dict.fromkeys(self.specs))
+        self._kind_of = [self._kinds.index(spec) for spec in self.specs]
         self._observed = {backend: list(reasons) for backend, reasons in (observed or {}).items()}
         self._wrap = wrap
         self._on_event = on_event
@@ -178,8 +182,7 @@ class Dispatcher:
     def _resolve(self, batch: Batch) -> Resolution:
         # Layers may differ (sliding window or not): a backend must serve every distinct one.
         first, *others = (
-            resolve(self.policy, case_of(batch, spec), self._declared, self._observed)
-            for spec in dict.fromkeys(self.specs)
+            resolve(self.policy, case_of(batch, spec), self._declared, self._observed) for spec in self._kinds
         )
         for one in others:
             chain = tuple(name for name in first.chain if name in one.chain)
@@ -317,47 +320,49 @@ class Dispatcher:
             num_members=len(batch.q_lens),
             fallback=decision.fallback,
         )
-        return _Group(run, batch, rows, self._backend(decision.backend))
+        return _Group(run, batch, rows, self._backend(decision.backend), [None] * len(self._kinds))
 
     def run(self, layer: int, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor) -> torch.Tensor:
         """Attention of one layer of the planned step: [T, H, D_vo]. Raises BackendFailedError."""
-        spec = self.specs[layer]
+        kind = self._kind_of[layer]
         if len(self._groups) == 1:
-            return self._run_group(self._groups[0], spec, q_THD, k_NPGD, v_NPGD)
+            return self._run_group(self._groups[0], kind, q_THD, k_NPGD, v_NPGD)
+        spec = self._kinds[kind]
         out_THD = q_THD.new_empty(q_THD.shape[0], spec.heads_q, spec.head_dim_vo)
         for group in self._groups:
             if group.rows is None:
                 raise RuntimeError("a step of several parts was planned without row indices")
-            part = self._run_group(group, spec, q_THD.index_select(0, group.rows), k_NPGD, v_NPGD)
+            part = self._run_group(group, kind, q_THD.index_select(0, group.rows), k_NPGD, v_NPGD)
             out_THD.index_copy_(0, group.rows, part)
         return out_THD
 
     def _run_group(
         self,
         group: _Group,
-        spec: AttentionSpec,
+        kind: int,
         q_THD: torch.Tensor,
         k_NPGD: torch.Tensor,
         v_NPGD: torch.Tensor,
     ) -> torch.Tensor:
-        started = time.perf_counter()
-        self.at_work = group.run.resolved
+        run = group.run
+        started = _clock()
+        self.at_work = run.resolved
         try:
-            planned = group.plans.get(spec)
+            planned = group.plans[kind]
             if planned is None:
-                planned = group.plans[spec] = group.backend.plan(group.batch, spec)
-            if group.run.layers == 0 and self._is_due(group.run):
+                planned = group.plans[kind] = group.backend.plan(group.batch, self._kinds[kind])
+            if run.layers == 0 and self._is_due(run):
                 out_THD = self._confirm(group, planned, q_THD, k_NPGD, v_NPGD)
             else:
                 out_THD, _ = planned.run(q_THD, k_NPGD, v_NPGD)
-                group.run.kernel_seconds += time.perf_counter() - started
+                run.kernel_seconds += _clock() - started
         except torch.OutOfMemoryError:  # the load's fault, not the backend's
             raise
         except Exception as error:
-            raise BackendFailedError(group.run.resolved, group.run.phase, error) from error
+            raise BackendFailedError(run.resolved, run.phase, error) from error
         finally:
             self.at_work = None
-        group.run.layers += 1
+        run.layers += 1
         return out_THD
 
     # What ran.
