@@ -15,6 +15,9 @@ class Limits:
     prefill_chunk: int = 128
     max_queue: int = 128
     max_output_tokens: int = 2048
+    max_prompt_tokens: int | None = None  # None: what the context and the cache hold
+    max_body_bytes: int = 1 << 20
+    request_timeout_s: float = 600.0  # from arrival to the last token
 
     def __post_init__(self) -> None:
         if self.max_step_tokens < self.max_running + self.prefill_chunk:

@@ -28,6 +28,7 @@ from attention.dispatch import PhaseRun, StepRecord
 from attention.errors import UserError
 from attention.faults import SLOW_DECODE, slow_decode_pause_s
 from attention.limits import Limits
+from attention.logprobs import Scored, score, score_drawn
 from attention.model import Chunk, Runner
 from attention.sampling import Sampler, SamplingParams, sample
 
@@ -63,6 +64,10 @@ class Generation:
     resolved: dict[Phase, str] = field(default_factory=dict)
     confirmed: dict[Phase, str] = field(default_factory=dict)
     fallback_reasons: list[str] = field(default_factory=list)
+    # Only of a request that asks (`params.logprobs`, `params.prompt_logprobs`): one entry an output token, and one a
+    # prompt token, None for the first, which nothing precedes.
+    output_logprobs: list[Scored] = field(default_factory=list)
+    prompt_logprobs: list[Scored | None] = field(default_factory=lambda: [None])
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.params, self.request_id)
@@ -74,7 +79,7 @@ class Generation:
     @property
     def max_cached(self) -> int:
         """Tokens in the cache at the end: the last token generated is never fed back."""
-        return len(self.prompt_ids) + self.params.max_tokens - 1
+        return len(self.prompt_ids) + max(self.params.max_tokens, 1) - 1
 
     @property
     def queue_s(self) -> float | None:
@@ -104,6 +109,10 @@ class _Work:
     chunk: Chunk
     phase: Phase
     samples: bool  # False for a piece of a prompt that is not the last
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.generation.params.prompt_logprobs is not None and not self.generation.decoding
 
 
 @dataclass
@@ -149,6 +158,9 @@ class Scheduler:
                 f"the prompt has {num_prompt_tokens} tokens, the context {context}, one of them for the "
                 f"answer; shorten the prompt by {num_prompt_tokens - context + 1}"
             )
+        bound = self._limits.max_prompt_tokens
+        if bound is not None and num_prompt_tokens > bound:
+            raise UserError(f"the prompt has {num_prompt_tokens} tokens, above this server's bound of {bound}")
         if max_tokens > self._limits.max_output_tokens:
             raise UserError(f"max_tokens={max_tokens} is above this server's bound of {self._limits.max_output_tokens}")
         if num_prompt_tokens + max_tokens > context:
@@ -156,7 +168,7 @@ class Scheduler:
                 f"the prompt's {num_prompt_tokens} tokens and max_tokens={max_tokens} exceed the context of "
                 f"{context}; max_tokens may be at most {context - num_prompt_tokens}"
             )
-        pages = self._pages_for(num_prompt_tokens + max_tokens - 1)
+        pages = self._pages_for(num_prompt_tokens + max(max_tokens, 1) - 1)
         if pages > self._num_pages:
             raise UserError(
                 f"the prompt's {num_prompt_tokens} tokens and max_tokens={max_tokens} need {pages} pages "
@@ -276,14 +288,44 @@ class Scheduler:
 
     def _forward(self, work: Sequence[_Work]) -> list[int | None]:
         """Next token of every request that samples in this step, in order."""
-        hidden = self._runner.forward([item.chunk for item in work], rows="last")
+        chunks = [item.chunk for item in work]
+        if any(item.scores_prompt for item in work):
+            hidden = self._score_prompts(work, self._runner.forward(chunks, rows="all"))
+        else:
+            hidden = self._runner.forward(chunks, rows="last")
         sampling = [row for row, item in enumerate(work) if item.samples]
         if not sampling:
             return []
         if len(sampling) < len(work):
             hidden = hidden[torch.tensor(sampling, device=hidden.device)]
         logits = self._runner.logits(hidden)
-        return sample(logits, [work[row].generation.sampler for row in sampling])
+        generations = [work[row].generation for row in sampling]
+        tokens = sample(logits, [generation.sampler for generation in generations])
+        told = score_drawn(logits, tokens, [generation.params.logprobs for generation in generations])
+        for generation, scored in zip(generations, told, strict=True):
+            if scored is not None:
+                # By its place, not appended: a step that is run once more tells the same token again.
+                generation.output_logprobs[len(generation.output_ids) :] = [scored]
+        return tokens
+
+    def _score_prompts(self, work: Sequence[_Work], hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Note the log-probabilities of the prompts that ask; hidden states of each chunk's last token.
+
+        Chunk by chunk, so that logits of at most `prefill_chunk` rows exist at once.
+        """
+        start = 0
+        ends = []
+        for item in work:
+            generation, chunk = item.generation, item.chunk
+            # The row of a token tells of the next one; the prompt's last row tells of the answer.
+            next_ids = generation.prompt_ids[chunk.start + 1 : chunk.start + len(chunk.token_ids) + 1]
+            if item.scores_prompt and next_ids:
+                logits = self._runner.logits(hidden_TD[start : start + len(next_ids)])
+                scored = score(logits, next_ids, generation.params.prompt_logprobs or 0)
+                generation.prompt_logprobs[chunk.start + 1 :] = scored
+            start += len(chunk.token_ids)
+            ends.append(start - 1)
+        return hidden_TD[torch.tensor(ends, device=hidden_TD.device)]
 
     def _book(self, work: Sequence[_Work], tokens: Sequence[int | None], result: StepResult) -> None:
         now = time.perf_counter()
@@ -305,6 +347,10 @@ class Scheduler:
             generation.num_nonfinite += 1
             position = len(generation.output_ids)
             self._end(generation, "error", f"the logits of output token {position} hold NaN or Inf")
+            result.finished.append(generation)
+            return
+        if generation.params.max_tokens == 0:
+            self._end(generation, "length")
             result.finished.append(generation)
             return
         generation.output_ids.append(token)

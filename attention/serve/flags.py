@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 from attention.faults import FAULTS
+from attention.limits import Limits
 
 HOST = "127.0.0.1"
 
@@ -23,6 +24,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", default="cpu", help="GPU model as records name it; cpu without one")
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    limits = parser.add_argument_group("limits, all in the fingerprint")
+    limits.add_argument(
+        "--max-queue", type=int, default=Limits.max_queue, help="requests that wait; one more is a 429 (%(default)s)"
+    )
+    limits.add_argument(
+        "--max-running", type=int, default=Limits.max_running, help="requests in one step (%(default)s)"
+    )
+    limits.add_argument(
+        "--max-prompt-tokens", type=int, default=Limits.max_prompt_tokens, help="default: as the context and cache hold"
+    )
+    limits.add_argument(
+        "--max-output-tokens", type=int, default=Limits.max_output_tokens, help="of one answer (%(default)s)"
+    )
+    limits.add_argument(
+        "--request-timeout-s",
+        type=float,
+        default=Limits.request_timeout_s,
+        help="from arrival to the last token; then a 504 (%(default)s)",
+    )
+    limits.add_argument(
+        "--max-body-bytes", type=int, default=Limits.max_body_bytes, help="of one request (%(default)s)"
+    )
+    parser.add_argument(
+        "--admin-token-file",
+        type=Path,
+        help="turns on POST /admin/drain and /admin/resume for who holds the token in this file (mode 0600, one line)",
+    )
     parser.add_argument("--fault", help=f"drill only: {', '.join(FAULTS)}")
 
 

@@ -17,11 +17,15 @@ import torch
 from attention.cases import Phase, phase_of, shape_bucket
 from attention.dispatch import PHASES, FallbackEvent, PhaseRun, StepRecord
 from attention.model import Chunk, PagePool
+from attention.policy import Policy, Resolution
+from attention.reasons import Code, Reason
+from attention.serve.detokenize import bytes_by_letter
 
 VOCABULARY = 300  # bytes, then specials
 EOS = 299
 _PRIME = 1_000_003
 _MODULUS = 2**31 - 1
+_LETTER_OF = {byte: letter for letter, byte in bytes_by_letter().items()}
 
 
 class FakeTokenizer:
@@ -37,6 +41,11 @@ class FakeTokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def convert_ids_to_tokens(self, token_id: int) -> str | None:
+        if token_id < 256:
+            return _LETTER_OF[token_id]
+        return f"<special {token_id}>" if token_id < VOCABULARY else None
 
     def apply_chat_template(
         self,
@@ -61,6 +70,19 @@ class FakeDispatcher:
     fallbacks: list[FallbackEvent] = field(default_factory=list)
     record: StepRecord = field(default_factory=StepRecord)
     step_fallback: FallbackEvent | None = None
+    policy: Policy = Policy(preferred=("torch_sdpa:flash",), fallback=("math",))
+
+    @property
+    def resolutions(self) -> dict[Phase, Resolution]:
+        why = Reason(
+            code=Code.MASK_UNSUPPORTED, dimension="mask", observed="x", allowed="y", source="probe", message="no mask"
+        )
+        excluded = {"torch_sdpa:flash": (why,)}
+        chain = ("torch_sdpa:math",)
+        return {
+            phase: Resolution(phase=phase, requested="torch_sdpa:flash", chain=chain, excluded=excluded)
+            for phase in PHASES
+        }
 
     def plan(self, chunks: Sequence[Chunk]) -> None:
         runs: dict[Phase, PhaseRun] = {}
@@ -116,7 +138,6 @@ class FakeRunner:
         self._cache = [-1] * (num_pages * page_size)
 
     def forward(self, chunks: Sequence[Chunk], *, rows: Literal["last", "all"] = "last") -> torch.Tensor:
-        assert rows == "last"
         assert chunks
         self.num_steps += 1
         self.steps.append(list(chunks))
@@ -125,7 +146,8 @@ class FakeRunner:
         if self.seconds:
             time.sleep(self.seconds)
         self.dispatcher.plan(chunks)
-        return torch.tensor([[self._run(chunk)] for chunk in chunks], dtype=torch.float64)
+        found = [value for chunk in chunks for value in self._run(chunk)[0 if rows == "all" else -1 :]]
+        return torch.tensor(found, dtype=torch.float64)[:, None]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         peaks = hidden[:, 0]
@@ -134,7 +156,8 @@ class FakeRunner:
         logits[peaks.isnan()] = torch.nan
         return logits
 
-    def _run(self, chunk: Chunk) -> float:
+    def _run(self, chunk: Chunk) -> list[float]:
+        """A value for each token of the chunk."""
         end = chunk.start + len(chunk.token_ids)
         assert len(chunk.block_table) == -(-end // self.page_size), "tables hold what is needed, no more"
         slots = [self._slot(chunk, position) for position in range(end)]
@@ -142,8 +165,8 @@ class FakeRunner:
             self._cache[slot] = token
         read = [self._cache[slot] for slot in slots]
         if self.nan_for_prompt is not None and tuple(read[: len(self.nan_for_prompt)]) == self.nan_for_prompt:
-            return float("nan")
-        return float(next_hash(read))
+            return [float("nan")] * len(chunk.token_ids)
+        return [float(next_hash(read[: position + 1])) for position in range(chunk.start, end)]
 
     def _slot(self, chunk: Chunk, position: int) -> int:
         return chunk.block_table[position // self.page_size] * self.page_size + position % self.page_size
