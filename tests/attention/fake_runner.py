@@ -70,7 +70,7 @@ class FakeDispatcher:
     fallbacks: list[FallbackEvent] = field(default_factory=list)
     record: StepRecord = field(default_factory=StepRecord)
     step_fallback: FallbackEvent | None = None
-    policy: Policy = Policy(preferred=("torch_sdpa:flash",), fallback=("math",))
+    policy: Policy = field(default_factory=lambda: Policy(preferred=("torch_sdpa:flash",), fallback=("math",)))
 
     @property
     def resolutions(self) -> dict[Phase, Resolution]:
