@@ -22,7 +22,8 @@ class Detokenizer:
     """Turns the tokens of one answer into text, piece by piece.
 
     `push` and `finish` return the text that became final; `text` is all of it. `stopped` says that a
-    stop string was met: text ends before it. `offsets` holds, for each token pushed, the characters before it.
+    stop string was met: text ends before it. `offsets` holds, for each token pushed, the characters before it; a
+    token that is a part of a character stands where the character begins.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:

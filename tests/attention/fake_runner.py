@@ -40,7 +40,10 @@ class FakeTokenizer:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
+        if skip_special_tokens:
+            ids = [i for i in ids if i < 256]
+        parts = [bytes([i]) if i < 256 else f"<special {i}>".encode() for i in ids]
+        return b"".join(parts).decode(errors="replace")
 
     def convert_ids_to_tokens(self, token_id: int) -> str | None:
         if token_id < 256:
