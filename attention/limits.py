@@ -15,7 +15,7 @@ class Limits:
     prefill_chunk: int = 128
     max_queue: int = 128
     max_output_tokens: int = 2048
-    max_prompt_tokens: int | None = None  # None: what the context and the cache hold
+    max_prompt_tokens: int = 1 << 20  # context and cache usually hold less
     max_body_bytes: int = 1 << 20
     request_timeout_s: float = 600.0  # from arrival to the last token
 

@@ -159,7 +159,7 @@ class Scheduler:
                 f"answer; shorten the prompt by {num_prompt_tokens - context + 1}"
             )
         bound = self._limits.max_prompt_tokens
-        if bound is not None and num_prompt_tokens > bound:
+        if num_prompt_tokens > bound:
             raise UserError(f"the prompt has {num_prompt_tokens} tokens, above this server's bound of {bound}")
         if max_tokens > self._limits.max_output_tokens:
             raise UserError(f"max_tokens={max_tokens} is above this server's bound of {self._limits.max_output_tokens}")

@@ -32,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-running", type=int, default=Limits.max_running, help="requests in one step (%(default)s)"
     )
     limits.add_argument(
-        "--max-prompt-tokens", type=int, default=Limits.max_prompt_tokens, help="default: as the context and cache hold"
+        "--max-prompt-tokens",
+        type=int,
+        default=Limits.max_prompt_tokens,
+        help="of one prompt (%(default)s); the context and the cache may hold less",
     )
     limits.add_argument(
         "--max-output-tokens", type=int, default=Limits.max_output_tokens, help="of one answer (%(default)s)"
