@@ -85,14 +85,18 @@ class Exchange:
             self._raise_failure()
             self._complete_text()
             parts = self._parts(self._ticket.text.text, last=True)
+            logprobs = prompt_logprobs = None
+            if self._logprobs.wanted:
+                # A long prompt has many tokens to write: not on the event loop.
+                logprobs = await asyncio.to_thread(self._logprobs.whole)
+                prompt_logprobs = await asyncio.to_thread(self._logprobs.prompt)
             return self._answer.whole(
                 self._wanted.echo + "".join(part for part in parts if isinstance(part, str)),
                 self._generation.finish_reason or "stop",
                 usage_of(self._generation.prompt_ids, self._generation.output_ids),
                 calls=[part for part in parts if isinstance(part, ToolCall)],
-                # A long prompt has many tokens to write: not on the event loop.
-                logprobs=await asyncio.to_thread(self._logprobs.whole),
-                prompt_logprobs=await asyncio.to_thread(self._logprobs.prompt),
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
             )
         finally:
             self.close()

@@ -89,6 +89,11 @@ class LogprobWriter:
     num_told: int = 0
 
     @property
+    def wanted(self) -> bool:
+        params = self.generation.params
+        return params.logprobs is not None or params.prompt_logprobs is not None
+
+    @property
     def broken(self) -> bool:
         """A row of the prompt held NaN or Inf: there is no honest figure to tell."""
         scored = self.generation.prompt_logprobs

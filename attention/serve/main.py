@@ -87,7 +87,7 @@ def _check(args: argparse.Namespace) -> None:
     check_seconds("--request-timeout-s", args.request_timeout_s)
 
 
-def _limits(args: argparse.Namespace) -> Limits:
+def limits_of(args: argparse.Namespace) -> Limits:
     """The flags as limits; a step grows with the requests that it must hold, beside one piece of a prompt."""
     return Limits(
         max_running=args.max_running,
@@ -136,7 +136,7 @@ class _Process:
             device="cpu" if args.gpu == "cpu" else "cuda",
             dtype=args.dtype,
             num_threads=args.threads,
-            limits=_limits(args),
+            limits=limits_of(args),
             fault=args.fault,
         )
         metrics = Metrics(node=instance.node, gpu=instance.gpu, model=instance.model)

@@ -10,11 +10,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from attention.dispatch import Dispatcher
 from attention.errors import UserError
 from attention.limits import Limits
+from attention.model import specs_of
+from attention.policy import Policy
 from attention.serve.admin import read_token
 from tests.attention.fake_runner import FakeRunner
-from tests.attention.serve.fake_instance import Running, serving
+from tests.attention.serve.fake_instance import FakeStarted, Running, serving
 
 TOKEN = "a-token-of-some-length"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
@@ -117,6 +120,20 @@ def test_the_policy_page_says_what_was_asked_chosen_and_left_out_and_why(running
     [reason] = decode["left_out"]["torch_sdpa:flash"]
     assert (reason["code"], reason["source"]) == ("MASK_UNSUPPORTED", "probe")
     assert page["fingerprint"] == "f1f2f3"
+
+
+def test_the_policy_page_reads_a_real_dispatcher(tiny_model: Path, tmp_path: Path) -> None:
+    runner = FakeRunner()
+    policy = Policy(preferred=("flashinfer", "torch_sdpa:flash"), fallback=("math",))
+    runner.dispatcher = Dispatcher(policy, specs_of(tiny_model, "float32"))  # type: ignore[assignment]
+    with serving(tmp_path, prepare=lambda: FakeStarted(runner)) as running:
+        running.wait_until(lambda: running.service.engine.failure is not None)
+        running.service.engine.started = FakeStarted(runner)  # type: ignore[assignment]
+        phases = running.client.get("/policy").json()["phases"]
+    for phase in phases.values():
+        assert phase["requested"].startswith("flashinfer:")
+        assert phase["chain"] == ["torch_sdpa:flash", "torch_sdpa:math"]
+        assert all(name.startswith("flashinfer:") and reasons for name, reasons in phase["left_out"].items())
 
 
 def test_until_the_probes_passed_an_instance_is_live_and_neither_ready_nor_of_any_policy(tmp_path: Path) -> None:
