@@ -114,7 +114,7 @@ class Identity(BaseModel):
     kv_layout: str
     page_size: int
     tensor_parallel: int
-    engine_limits: dict[str, int]
+    engine_limits: dict[str, int | float]
     num_threads: int
     fault: str | None
     distributions: dict[str, str]  # name -> version and RECORD hash
@@ -148,7 +148,7 @@ def fingerprint(
     tensor_parallel: int = 1,
     cuda_graph: bool = False,
     torch_compile: bool = False,
-    engine_limits: dict[str, int] | None = None,
+    engine_limits: dict[str, int | float] | None = None,
     fault: str | None = None,
     attestation: dict[str, Any] | None = None,
 ) -> Fingerprint:

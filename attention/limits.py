@@ -16,6 +16,9 @@ class Limits:
     max_queue: int = 128
     max_output_tokens: int = 2048
     prefix_reuse: bool = True  # whole pieces of `prefill_chunk` tokens that prompts share are computed once
+    max_prompt_tokens: int = 1 << 20  # context and cache usually hold less
+    max_body_bytes: int = 1 << 20
+    request_timeout_s: float = 600.0  # from arrival to the last token
 
     def __post_init__(self) -> None:
         if self.max_step_tokens < self.max_running + self.prefill_chunk:

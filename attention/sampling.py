@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from attention.logprobs import MAX_TOP
+
 # The nucleus nearly always lies in the head; a full sort of a large vocabulary costs milliseconds.
 _HEAD = 1024
 # Below this a division by the temperature overflows float32 long before it changes the argmax.
@@ -23,16 +25,25 @@ _GREEDY_BELOW = 1e-4
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled; ranges are OpenAI's (temperature 0 to 2, top_p 0 to 1)."""
+    """How one request is sampled; ranges are OpenAI's (temperature 0 to 2, top_p 0 to 1).
+
+    `max_tokens` 0 runs the prompt and draws nothing. `logprobs` and `prompt_logprobs` are how many alternatives
+    to tell for each token drawn and of the prompt; None tells nothing, 0 the token's own (attention/logprobs.py).
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+        if self.max_tokens < 0:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 0")
+        for name, number in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if number is not None and not 0 <= number <= MAX_TOP:
+                raise ValueError(f"{name}={number} must lie in 0..{MAX_TOP}")
         if not 0.0 <= self.temperature <= 2.0:
             raise ValueError(f"temperature={self.temperature} must lie in 0..2")
         if not 0.0 <= self.top_p <= 1.0:

@@ -34,6 +34,7 @@ from attention.errors import UserError
 from attention.fallback import FallbackEvent, FallbackRefusedError
 from attention.faults import SLOW_DECODE, slow_decode_pause_s
 from attention.limits import Limits
+from attention.logprobs import Scored, score, score_drawn
 from attention.model import Chunk, Runner
 from attention.prefix_cache import Piece, PrefixCache
 from attention.reasons import Reason
@@ -78,6 +79,10 @@ class Generation:
     falls: bool = False  # counted in the fallback budget
     refused: bool = False  # ended because it would have fallen back and might not
     avoid: Mapping[str, Reason] = field(default_factory=dict)  # backends that it runs on no more
+    # Only of a request that asks (`params.logprobs`, `params.prompt_logprobs`): one entry an output token, and one a
+    # prompt token, None for the first, which nothing precedes.
+    output_logprobs: list[Scored] = field(default_factory=list)
+    prompt_logprobs: list[Scored | None] = field(default_factory=lambda: [None])
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.params, self.request_id)
@@ -94,7 +99,7 @@ class Generation:
     @property
     def max_cached(self) -> int:
         """Tokens in the cache at the end: the last token generated is never fed back."""
-        return len(self.prompt_ids) + self.params.max_tokens - 1
+        return len(self.prompt_ids) + max(self.params.max_tokens, 1) - 1
 
     @property
     def queue_s(self) -> float | None:
@@ -124,6 +129,10 @@ class _Work:
     chunk: Chunk
     phase: Phase
     samples: bool  # False for a piece of a prompt that is not the last
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.generation.params.prompt_logprobs is not None and not self.generation.decoding
 
 
 @dataclass
@@ -183,6 +192,9 @@ class Scheduler:
                 f"the prompt has {num_prompt_tokens} tokens, the context {context}, one of them for the "
                 f"answer; shorten the prompt by {num_prompt_tokens - context + 1}"
             )
+        bound = self._limits.max_prompt_tokens
+        if num_prompt_tokens > bound:
+            raise UserError(f"the prompt has {num_prompt_tokens} tokens, above this server's bound of {bound}")
         if max_tokens > self._limits.max_output_tokens:
             raise UserError(f"max_tokens={max_tokens} is above this server's bound of {self._limits.max_output_tokens}")
         if num_prompt_tokens + max_tokens > context:
@@ -190,7 +202,7 @@ class Scheduler:
                 f"the prompt's {num_prompt_tokens} tokens and max_tokens={max_tokens} exceed the context of "
                 f"{context}; max_tokens may be at most {context - num_prompt_tokens}"
             )
-        pages = self._pages_for(num_prompt_tokens + max_tokens - 1)
+        pages = self._pages_for(num_prompt_tokens + max(max_tokens, 1) - 1)
         if pages > self._num_pages:
             raise UserError(
                 f"the prompt's {num_prompt_tokens} tokens and max_tokens={max_tokens} need {pages} pages "
@@ -290,8 +302,8 @@ class Scheduler:
             self._running.append(generation)
 
     def _reuse(self, generation: Generation) -> None:
-        """Take the pieces of its prompt that are in the cache."""
-        if self._prefixes is None:
+        """Take the pieces of its prompt that are in the cache, unless each of its tokens is to be scored."""
+        if self._prefixes is None or generation.params.prompt_logprobs is not None:
             return
         generation.pieces = self._prefixes.match(generation.prompt_ids)
         generation.block_table = tuple(page for piece in generation.pieces for page in piece.pages)
@@ -370,14 +382,44 @@ class Scheduler:
 
     def _forward(self, work: Sequence[_Work]) -> list[int | None]:
         """Next token of every request that samples in this step, in order."""
-        hidden = self._runner.forward([item.chunk for item in work], rows="last")
+        chunks = [item.chunk for item in work]
+        if any(item.scores_prompt for item in work):
+            hidden = self._score_prompts(work, self._runner.forward(chunks, rows="all"))
+        else:
+            hidden = self._runner.forward(chunks, rows="last")
         sampling = [row for row, item in enumerate(work) if item.samples]
         if not sampling:
             return []
         if len(sampling) < len(work):
             hidden = hidden[torch.tensor(sampling, device=hidden.device)]
         logits = self._runner.logits(hidden)
-        return sample(logits, [work[row].generation.sampler for row in sampling])
+        generations = [work[row].generation for row in sampling]
+        tokens = sample(logits, [generation.sampler for generation in generations])
+        told = score_drawn(logits, tokens, [generation.params.logprobs for generation in generations])
+        for generation, scored in zip(generations, told, strict=True):
+            if scored is not None:
+                # By its place, not appended: a step that is run once more tells the same token again.
+                generation.output_logprobs[len(generation.output_ids) :] = [scored]
+        return tokens
+
+    def _score_prompts(self, work: Sequence[_Work], hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Note the log-probabilities of the prompts that ask; hidden states of each chunk's last token.
+
+        Chunk by chunk, so that logits of at most `prefill_chunk` rows exist at once.
+        """
+        start = 0
+        ends = []
+        for item in work:
+            generation, chunk = item.generation, item.chunk
+            # The row of a token tells of the next one; the prompt's last row tells of the answer.
+            next_ids = generation.prompt_ids[chunk.start + 1 : chunk.start + len(chunk.token_ids) + 1]
+            if item.scores_prompt and next_ids:
+                logits = self._runner.logits(hidden_TD[start : start + len(next_ids)])
+                scored = score(logits, next_ids, generation.params.prompt_logprobs or 0)
+                generation.prompt_logprobs[chunk.start + 1 :] = scored
+            start += len(chunk.token_ids)
+            ends.append(start - 1)
+        return hidden_TD[torch.tensor(ends, device=hidden_TD.device)]
 
     def _book(self, work: Sequence[_Work], tokens: Sequence[int | None], result: StepResult) -> None:
         now = time.perf_counter()
@@ -422,6 +464,10 @@ class Scheduler:
                 also = f", on {run.resolved} as on {', '.join(generation.avoid)}" if generation.avoid else ""
                 self._end(generation, "error", f"the logits of output token {position} hold NaN or Inf{also}")
                 result.finished.append(generation)
+            return
+        if generation.params.max_tokens == 0:
+            self._end(generation, "length")
+            result.finished.append(generation)
             return
         generation.output_ids.append(token)
         generation.first_token = generation.first_token or now

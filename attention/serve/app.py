@@ -27,10 +27,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from attention.errors import UserError
 from attention.sampling import SamplingParams
 from attention.scheduler import Generation
-from attention.serve.detokenize import Detokenizer
+from attention.serve.admin import Admin
+from attention.serve.detokenize import Detokenizer, Vocabulary
 from attention.serve.engine import Ticket
-from attention.serve.exchange import CLIENT_GONE, Exchange
+from attention.serve.exchange import CLIENT_GONE, Exchange, Wanted
 from attention.serve.log import event
+from attention.serve.logprob_forms import LogprobWriter
 from attention.serve.protocol import (
     DEFAULT_COMPLETION_TOKENS,
     Answer,
@@ -40,17 +42,23 @@ from attention.serve.protocol import (
     parse,
 )
 from attention.serve.service import Call, Service
+from attention.serve.tool_calls import CallParser, form_of
 
-MAX_BODY_BYTES = 1 << 20
 DRAIN_S = 10.0
+# The rest of a body that is too large is read and dropped up to here, so that its sender gets the answer and not
+# a reset connection.
+_MAX_DROPPED_BYTES = 64 << 20
 # Tokenising more text than this would hold up every stream of the event loop.
 _INLINE_CHARS = 4096
 _ROLES = frozenset({"champion", "control", "candidate"})
 _PLAIN_ID = re.compile(r"[!-~]{1,128}")
 
 
-def create_app(service: Service) -> FastAPI:
-    """The ASGI application of one instance; its lifespan starts and stops the engine and the log."""
+def create_app(service: Service, admin_token: str | None = None) -> FastAPI:
+    """The ASGI application of one instance; its lifespan starts and stops the engine and the log.
+
+    Without a token there is no admin surface: its paths are not there.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -66,8 +74,15 @@ def create_app(service: Service) -> FastAPI:
     app.add_api_route("/v1/chat/completions", handlers.chat, methods=["POST"], response_model=None)
     app.add_api_route("/v1/models", handlers.models, methods=["GET"], response_model=None)
     app.add_api_route("/health", handlers.health, methods=["GET"], response_model=None)
+    app.add_api_route("/health/live", handlers.live, methods=["GET"], response_model=None)
+    app.add_api_route("/health/ready", handlers.ready, methods=["GET"], response_model=None)
+    app.add_api_route("/policy", handlers.policy, methods=["GET"], response_model=None)
     app.add_api_route("/metrics", handlers.metrics, methods=["GET"], response_model=None)
     app.add_api_route("/fingerprint", handlers.fingerprint, methods=["GET"], response_model=None)
+    if admin_token is not None:
+        admin = Admin(service, admin_token)
+        app.add_api_route("/admin/drain", admin.drain, methods=["POST"], response_model=None)
+        app.add_api_route("/admin/resume", admin.resume, methods=["POST"], response_model=None)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_gone)
@@ -92,25 +107,35 @@ class _Handlers:
         self._service = service
         self._created = int(time.time())
         self._told_about_tools = False
+        self._known_vocabulary: Vocabulary | None = None
 
     async def completions(self, request: Request) -> Response:
         call = _call_of(request)
         self._require_ready()
-        body, _ = parse(await _read(request), CompletionBody)
+        body, _ = parse(await self._read(request), CompletionBody)
         self._require_model(body.model)
         text, ids = await self._prompt(body.prompt)
-        max_tokens = body.max_tokens or DEFAULT_COMPLETION_TOKENS
-        return await self._answer(request, call, body, text, ids, max_tokens)
+        max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        wanted = Wanted(stream=bool(body.stream), usage=body.usage_wanted, echo=text if body.echo else "")
+        return await self._answer(request, call, body, text, ids, max_tokens, wanted)
 
     async def chat(self, request: Request) -> Response:
         call = _call_of(request)
         self._require_ready()
-        body, neutral = parse(await _read(request), ChatBody)
+        body, neutral = parse(await self._read(request), ChatBody)
         self._require_model(body.model)
-        text = self._render(body, tools_off=neutral.get("tool_choice") == "none")
+        tools = None if neutral.get("tool_choice") == "none" else body.tools or None
+        text = self._render(body, tools)
         ids = await self._encode(text, add_special_tokens=False)
         max_tokens = body.max_tokens or body.max_completion_tokens or self._largest_answer(len(ids))
-        return await self._answer(request, call, body, text, ids, max_tokens)
+        form = form_of(str(self._tokenizer.chat_template)) if tools else None
+        wanted = Wanted(
+            stream=bool(body.stream),
+            usage=body.usage_wanted,
+            calls=CallParser(form, body.tool_names) if form else None,
+            parallel_calls=body.parallel_tool_calls is not False,
+        )
+        return await self._answer(request, call, body, text, ids, max_tokens, wanted)
 
     async def models(self) -> Response:
         model = {
@@ -124,6 +149,17 @@ class _Handlers:
     async def health(self) -> Response:
         health = self._service.health()
         return JSONResponse(health, status_code=200 if health["ready"] else 503)
+
+    async def live(self) -> Response:
+        return _state("live", self._service.reasons_not_live())
+
+    async def ready(self) -> Response:
+        return _state("ready", self._service.reasons_not_ready())
+
+    async def policy(self) -> Response:
+        if self._service.engine.started is None:
+            raise self._not_ready()
+        return JSONResponse({**self._service.about(), **self._service.policy()})
 
     async def metrics(self) -> Response:
         self._service.metrics.observe_pages(self._service.engine.kv_pages)
@@ -141,7 +177,8 @@ class _Handlers:
     def _require_ready(self) -> None:
         # A model whose steps fail is still tried: only a step that succeeds can make it ready again.
         engine = self._service.engine
-        if self._service.draining or engine.started is None or not engine.alive or engine.over_budget is not None:
+        closed = self._service.draining or self._service.paused or engine.over_budget is not None
+        if closed or engine.started is None or not engine.alive:
             raise self._not_ready()
 
     def _require_model(self, name: str) -> None:
@@ -154,6 +191,27 @@ class _Handlers:
     def _tokenizer(self) -> Any:
         assert self._service.engine.started is not None
         return self._service.engine.started.runner.tokenizer
+
+    @property
+    def _vocabulary(self) -> Vocabulary:
+        if self._known_vocabulary is None:
+            self._known_vocabulary = Vocabulary(self._tokenizer)
+        return self._known_vocabulary
+
+    async def _read(self, request: Request) -> bytes:
+        """The body, ApiError 413 for one that is too large, which is not kept."""
+        bound = self._service.engine.limits.max_body_bytes
+        declared = request.headers.get("content-length", "0")
+        size, body = 0, bytearray()
+        async for piece in request.stream():
+            size += len(piece)
+            if size <= bound:
+                body += piece
+            elif size > _MAX_DROPPED_BYTES:
+                break
+        if size > bound or (declared.isdigit() and int(declared) > bound):
+            raise ApiError(413, f"the body exceeds {bound} bytes", code="body_too_large")
+        return bytes(body)
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         def encode() -> list[int]:
@@ -181,12 +239,11 @@ class _Handlers:
                 )
         return str(self._tokenizer.decode(ids)), ids
 
-    def _render(self, body: ChatBody, *, tools_off: bool) -> str:
+    def _render(self, body: ChatBody, tools: list[dict[str, Any]] | None) -> str:
         """The chat as the model's template writes it."""
         template = self._tokenizer.chat_template
         if not template:
             raise ApiError(400, "this model has no chat template; use /v1/completions", code="no_chat_template")
-        tools = None if tools_off else body.tools or None
         if tools and "tools" not in str(template) and not self._told_about_tools:
             self._told_about_tools = True
             event(
@@ -215,20 +272,25 @@ class _Handlers:
         prompt_text: str,
         prompt_ids: list[int],
         max_tokens: int,
+        wanted: Wanted,
     ) -> Response:
         try:
             self._service.engine.check(len(prompt_ids), max_tokens)
         except UserError as error:
             raise ApiError(400, str(error), code="context_length_exceeded") from error
+        echo_top = body.num_top if wanted.echo else None
+        prompt_tops = [top for top in (echo_top, body.prompt_logprobs) if top is not None]
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
             seed=body.seed,
+            logprobs=body.num_top if max_tokens else None,
+            prompt_logprobs=max(prompt_tops, default=None),
         )
         generation = Generation(call.request_id, tuple(prompt_ids), params, call.shadow, call.arrived)
-        stream = bool(body.stream)
-        ticket = Ticket(generation, Detokenizer(self._tokenizer, body.stop_strings), stream or bool(body.stop_strings))
+        text = Detokenizer(self._tokenizer, body.stop_strings)
+        ticket = Ticket(generation, text, wanted.stream or bool(body.stop_strings) or params.logprobs is not None)
         chat = isinstance(body, ChatBody)
         answer = Answer(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -236,33 +298,25 @@ class _Handlers:
             model=self._service.instance.model,
             fingerprint=self._service.fingerprint_id,
         )
-        exchange = Exchange(
-            self._service,
-            call,
-            ticket,
-            answer,
-            prompt_text=prompt_text,
-            stream=stream,
-            usage_wanted=body.usage_wanted,
+        logprobs = LogprobWriter(
+            generation,
+            text,
+            self._vocabulary,
+            self._tokenizer,
+            chat,
+            echo_top=echo_top,
+            prompt_top=body.prompt_logprobs,
+            shift=len(wanted.echo),
         )
+        exchange = Exchange(self._service, call, ticket, answer, logprobs, wanted, prompt_text=prompt_text)
         exchange.submit()
-        if stream:
+        if wanted.stream:
             return await exchange.streamed(request)
         return JSONResponse(await exchange.whole(request))
 
 
-async def _read(request: Request) -> bytes:
-    """The body, ApiError 413 as soon as it is known to be too large."""
-    too_large = ApiError(413, f"the body exceeds {MAX_BODY_BYTES} bytes", code="body_too_large")
-    declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
-        raise too_large
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            raise too_large
-    return bytes(body)
+def _state(name: str, reasons: list[str]) -> Response:
+    return JSONResponse({name: not reasons, "reasons": reasons}, status_code=503 if reasons else 200)
 
 
 def _call_of(request: Request) -> Call:
@@ -331,8 +385,10 @@ class _WhoServed:
 
 
 def _respond(error: ApiError) -> JSONResponse:
-    retry = {"retry-after": "1"} if error.status in (429, 503) else {}
-    return JSONResponse(error.body(), status_code=error.status, headers=retry)
+    headers = {"retry-after": "1"} if error.status in (429, 503) else {}
+    if error.status == 504:
+        headers = {"x-should-retry": "false"}  # OpenAI's clients would ask again for what took too long already
+    return JSONResponse(error.body(), status_code=error.status, headers={**headers, **error.headers})
 
 
 async def _api_error(_: Request, error: Exception) -> Response:

@@ -41,19 +41,27 @@ FAILING_STEPS = 3
 IDLE_S, OLD_S = 5.0, CONFIRMATION_TTL_S / 3
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Text that became final, and how many tokens of the answer begin in the text so far."""
+
+    text: str
+    num_tokens: int
+
+
 @dataclass(eq=False)
 class Ticket:
     """One request between the event loop and the engine. `pieces` ends with None."""
 
     generation: Generation
     text: Detokenizer
-    incremental: bool  # text is wanted as it comes: a stream, or stop strings to look for
-    pieces: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)
+    incremental: bool  # text is wanted as it comes: a stream, stop strings to look for, or places of tokens
+    pieces: asyncio.Queue[Piece | None] = field(default_factory=asyncio.Queue)
 
 
 @dataclass
 class _Delivery:
-    pieces: list[tuple[Ticket, str | None]] = field(default_factory=list)
+    pieces: list[tuple[Ticket, Piece | None]] = field(default_factory=list)
 
     def __call__(self) -> None:
         for ticket, piece in self.pieces:
@@ -91,7 +99,7 @@ class Engine:
         self._scheduler: Scheduler | None = None
         self._tickets: dict[Generation, Ticket] = {}
         self._inbox: list[Ticket] = []
-        self._cancelled: list[Ticket] = []
+        self._cancelled: list[tuple[Ticket, FinishReason, str]] = []
         self._wake = threading.Condition()
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -201,10 +209,10 @@ class Engine:
                 ticket.generation.finish_reason, ticket.generation.error = "error", error
             ticket.pieces.put_nowait(None)
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Drop a request whose client has gone; nothing for one that has ended."""
+    def cancel(self, ticket: Ticket, reason: FinishReason, error: str) -> None:
+        """Drop a request that nobody waits for any more; nothing for one that has ended."""
         with self._wake:
-            self._cancelled.append(ticket)
+            self._cancelled.append((ticket, reason, error))
             self._wake.notify()
 
     # On the engine thread from here on.
@@ -238,8 +246,8 @@ class Engine:
             cancelled, self._cancelled = self._cancelled, []
             self._accept(scheduler)
         delivery = _Delivery()
-        for ticket in cancelled:
-            self._end(scheduler, ticket, "cancelled", CLIENT_GONE_TEXT, delivery)
+        for ticket, reason, error in cancelled:
+            self._end(scheduler, ticket, reason, error, delivery)
         if stopping:
             self._end_all(scheduler, "cancelled", SHUTTING_DOWN, delivery)
         elif scheduler.has_work:
@@ -295,8 +303,8 @@ class Engine:
             ticket = self._tickets[generation]
             if not ticket.incremental:
                 continue
-            if piece := ticket.text.push(token):
-                delivery.pieces.append((ticket, piece))
+            if text := ticket.text.push(token):
+                delivery.pieces.append((ticket, Piece(text, ticket.text.num_told())))
             if ticket.text.stopped and generation.finish_reason is None:
                 scheduler.cancel(generation, "stop")
                 result.finished.append(generation)
@@ -335,8 +343,10 @@ class Engine:
 
     def _finish(self, ticket: Ticket, delivery: _Delivery) -> None:
         generation = ticket.generation
-        if ticket.incremental and (piece := ticket.text.finish()):
-            delivery.pieces.append((ticket, piece))
+        if ticket.incremental:
+            text = ticket.text.finish()
+            if text or generation.params.logprobs is not None:
+                delivery.pieces.append((ticket, Piece(text, ticket.text.num_told(last=True))))
         if ticket.text.stopped:
             generation.finish_reason = "stop"
         delivery.pieces.append((ticket, None))

@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 from attention.faults import FAULTS
+from attention.limits import Limits
 
 HOST = "127.0.0.1"
 
@@ -39,6 +40,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # For a process that begins anew.
     parser.add_argument("--retired", action="append", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
+    limits = parser.add_argument_group("limits, all in the fingerprint")
+    limits.add_argument(
+        "--max-queue", type=int, default=Limits.max_queue, help="requests that wait; one more is a 429 (%(default)s)"
+    )
+    limits.add_argument(
+        "--max-running", type=int, default=Limits.max_running, help="requests in one step (%(default)s)"
+    )
+    limits.add_argument(
+        "--max-prompt-tokens",
+        type=int,
+        default=Limits.max_prompt_tokens,
+        help="of one prompt (%(default)s); the context and the cache may hold less",
+    )
+    limits.add_argument(
+        "--max-output-tokens", type=int, default=Limits.max_output_tokens, help="of one answer (%(default)s)"
+    )
+    limits.add_argument(
+        "--request-timeout-s",
+        type=float,
+        default=Limits.request_timeout_s,
+        help="from arrival to the last token; then a 504 (%(default)s)",
+    )
+    limits.add_argument(
+        "--max-body-bytes", type=int, default=Limits.max_body_bytes, help="of one request (%(default)s)"
+    )
+    parser.add_argument(
+        "--admin-token-file",
+        type=Path,
+        help="turns on POST /admin/drain and /admin/resume for who holds the token in this file (mode 0600, one line)",
+    )
     parser.add_argument("--fault", help=f"drill only: {', '.join(FAULTS)}")
 
 

@@ -28,11 +28,13 @@ from attention.dispatch import NoBackendError
 from attention.errors import UserError, nearest
 from attention.faults import FAULTS, check_fault
 from attention.fingerprint import node
-from attention.flags import check_seconds
+from attention.flags import check_count, check_seconds
 from attention.job import Setup
+from attention.limits import Limits
 from attention.model_config import read_config
 from attention.policy import load_policy
 from attention.reasons import Code, Reason
+from attention.serve.admin import read_token
 from attention.serve.app import DRAIN_S, create_app
 from attention.serve.engine import Engine
 from attention.serve.fallbacks import FallbackNotice
@@ -69,10 +71,11 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     if args.fault:
         event("fault_injected", severity="critical", fault=args.fault, effect=FAULTS[args.fault])
+    token = read_token(args.admin_token_file) if args.admin_token_file else None
     # The profiler that confirms backends must be started first on the main thread, or it complains.
     confirm.watch(lambda: None)
     listener = socket.socket(fileno=args.listen_fd) if args.listen_fd is not None else _bind(args.port)
-    return _Process(args, listener).run()
+    return _Process(args, listener, token).run()
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -87,6 +90,9 @@ def _check(args: argparse.Namespace) -> None:
             raise UserError(f"{flag} {text!r}: it goes into response headers and file names; write {allowed}")
     if args.threads < 1:
         raise UserError(f"--threads {args.threads}: at least 1")
+    for name in ("max_queue", "max_running", "max_prompt_tokens", "max_output_tokens", "max_body_bytes"):
+        check_count(f"--{name.replace('_', '-')}", getattr(args, name))
+    check_seconds("--request-timeout-s", args.request_timeout_s)
     check_seconds("--step-timeout-s", args.step_timeout_s)
     for name in retired_of(args.retired):
         if name not in NAMES:
@@ -101,6 +107,19 @@ def retired_of(flags: list[str]) -> Mapping[str, Reason]:
         )
         for name, _, text in (flag.partition("=") for flag in flags)
     }
+
+
+def limits_of(args: argparse.Namespace) -> Limits:
+    """The flags as limits; a step grows with the requests that it must hold, beside one piece of a prompt."""
+    return Limits(
+        max_running=args.max_running,
+        max_step_tokens=max(Limits.max_step_tokens, args.max_running + Limits.prefill_chunk),
+        max_queue=args.max_queue,
+        max_prompt_tokens=args.max_prompt_tokens,
+        max_output_tokens=args.max_output_tokens,
+        max_body_bytes=args.max_body_bytes,
+        request_timeout_s=args.request_timeout_s,
+    )
 
 
 def _bind(port: int) -> socket.socket:
@@ -123,7 +142,7 @@ def _bind(port: int) -> socket.socket:
 class _Process:
     """One run of the server: wires the parts, reacts to signals and to the engine."""
 
-    def __init__(self, args: argparse.Namespace, listener: socket.socket) -> None:
+    def __init__(self, args: argparse.Namespace, listener: socket.socket, admin_token: str | None) -> None:
         instance = Instance(
             release_id=args.release_id,
             side=args.side,
@@ -139,6 +158,7 @@ class _Process:
             device="cpu" if args.gpu == "cpu" else "cuda",
             dtype=args.dtype,
             num_threads=args.threads,
+            limits=limits_of(args),
             fault=args.fault,
         )
         metrics = Metrics(node=instance.node, gpu=instance.gpu, model=instance.model)
@@ -158,7 +178,7 @@ class _Process:
         self._listener = listener
         self._signal: int | None = None
         config = uvicorn.Config(
-            create_app(self._service),
+            create_app(self._service, admin_token),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -246,7 +266,7 @@ class _Process:
             event(
                 "backend_resolved",
                 phase=phase,
-                mode=engine.started.policy.mode,
+                mode=engine.started.dispatcher.policy.mode,
                 requested=found.requested,
                 resolved=found.resolved,
                 chain=list(found.chain),

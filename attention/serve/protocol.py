@@ -1,31 +1,30 @@
 """The OpenAI API as this server speaks it: bodies of requests, answers and errors.
 
-What would change the result and is not supported is refused by name (`n=2`, `logprobs`, penalties,
-unknown fields); what has no bearing on the result (`user`, `metadata`) is accepted. Nothing is ignored
-silently.
+What would change the result and is not supported is refused by name (`n=2`, penalties, a `tool_choice`
+that cannot be guaranteed, unknown fields); what has no bearing on the result (`user`, `metadata`) is
+accepted. Nothing is ignored silently.
 """
 
 from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from attention.errors import nearest
-
-if TYPE_CHECKING:  # it stands beside torch, which those who only check a body do not load
-    from attention.scheduler import FinishReason
+from attention.serve.tool_calls import ToolCall
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default for /v1/completions
 
-# Values that ask for nothing: sent by clients that spell out every default.
+# Values that ask for nothing: sent by clients that spell out every default. Where an endpoint has a field of the
+# name, the field counts.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "logprobs": (False,),
     "top_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
@@ -40,9 +39,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 class ApiError(Exception):
     """An answer that is an error, in OpenAI's form. `message` is for the client: never a traceback."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 and self.status != 429 else "server_error"
@@ -70,6 +78,7 @@ class _Body(_Strict):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=20)  # vLLM's extension
     # No bearing on the result.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -85,12 +94,36 @@ class _Body(_Strict):
         """A stream ends with a usage chunk unless the client declines it."""
         return self.stream_options is None or self.stream_options.include_usage
 
+    @model_validator(mode="after")
+    def _whole_prompt_logprobs(self) -> _Body:
+        if self.stream and self.prompt_logprobs is not None:
+            text = "prompt_logprobs comes with whole answers only; leave out stream"
+            raise ApiError(400, text, param="prompt_logprobs", code="unsupported_parameter")
+        return self
+
 
 class CompletionBody(_Body):
-    """POST /v1/completions: one prompt, as text or as token ids."""
+    """POST /v1/completions: one prompt, as text or as token ids.
+
+    With `echo` the answer begins with the prompt; `max_tokens` 0 then scores the prompt alone.
+    """
 
     prompt: str | list[int] | list[str]
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=5)
+    echo: bool | None = None
+
+    @property
+    def num_top(self) -> int | None:
+        """Alternatives to tell for each token; None when no logprobs are wanted."""
+        return self.logprobs
+
+    @model_validator(mode="after")
+    def _something_to_answer(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            text = "max_tokens=0 answers nothing; send at least 1, or echo or prompt_logprobs to score the prompt"
+            raise ApiError(400, text, param="max_tokens", code="invalid_value")
+        return self
 
 
 class TextPart(_Strict):
@@ -111,7 +144,24 @@ class Message(_Strict):
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        return {**self.model_dump(exclude_none=True), "role": role, "content": text}
+        found = {**self.model_dump(exclude_none=True), "role": role, "content": text}
+        if self.tool_calls:
+            found["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+        return found
+
+
+def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
+    """An earlier call as templates expect it: the API writes its arguments as JSON text, they read an object."""
+    function = call.get("function")
+    text = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(text, str):
+        return call
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        message = f"messages: the arguments of an earlier tool call are not JSON: {error}"
+        raise ApiError(400, message, param="messages", code="invalid_value") from error
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 class ChatBody(_Body):
@@ -121,7 +171,26 @@ class ChatBody(_Body):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: list[dict[str, Any]] | None = None
-    parallel_tool_calls: bool | None = None  # the answer is text: there is nothing to call in parallel
+    parallel_tool_calls: bool | None = None  # false: of several calls in an answer the first counts
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @property
+    def num_top(self) -> int | None:
+        """Alternatives to tell for each token; None when no logprobs are wanted."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def tool_names(self) -> tuple[str, ...]:
+        functions = [tool.get("function") for tool in self.tools or []]
+        return tuple(str(function.get("name")) for function in functions if isinstance(function, dict))
+
+    @model_validator(mode="after")
+    def _top_of_something(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            text = f"top_logprobs={self.top_logprobs} needs logprobs=true"
+            raise ApiError(400, text, param="top_logprobs", code="invalid_value")
+        return self
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatBody:
@@ -144,7 +213,7 @@ def parse(raw: bytes, kind: type[_BodyT]) -> tuple[_BodyT, Mapping[str, Any]]:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(data, dict):
         raise ApiError(400, f"the body must be a JSON object, not {type(data).__name__}", code="invalid_json")
-    neutral = {name: data.pop(name) for name in tuple(data) if name in _NEUTRAL}
+    neutral = {name: data.pop(name) for name in tuple(data) if name in _NEUTRAL and name not in kind.model_fields}
     for name, value in neutral.items():
         _require_neutral(name, value)
     try:
@@ -193,21 +262,39 @@ class Answer(BaseModel):
     fingerprint: str
     created: int = Field(default_factory=lambda: int(time.time()))
 
-    def whole(self, text: str, reason: FinishReason, usage: dict[str, int]) -> dict[str, Any]:
-        choice = {"index": 0, "logprobs": None, "finish_reason": reason}
-        said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+    def whole(
+        self,
+        text: str,
+        reason: str,
+        usage: dict[str, int],
+        *,
+        calls: Sequence[ToolCall] = (),
+        logprobs: dict[str, Any] | None = None,
+        prompt_logprobs: list[dict[str, Any] | None] | None = None,
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, "logprobs": logprobs, "finish_reason": _reason(reason, bool(calls))}
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message = {**message, "content": text or None, "tool_calls": [_tool_call(call) for call in calls]}
+        choice |= {"message": message} if self.chat else {"text": text}
+        if prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs
         kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._head(kind), "choices": [{**choice, **said}], "usage": usage}
+        return {**self._head(kind), "choices": [choice], "usage": usage}
 
     def opening(self) -> bytes | None:
         """The first chunk of a chat names the role; a completion has none."""
         return self._chunk({"role": "assistant", "content": ""}, None) if self.chat else None
 
-    def piece(self, text: str) -> bytes:
-        return self._chunk({"content": text} if self.chat else text, None)
+    def piece(self, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
+        return self._chunk({"content": text} if self.chat else text, None, logprobs)
 
-    def closing(self, reason: FinishReason) -> bytes:
-        return self._chunk({} if self.chat else "", reason)
+    def call(self, index: int, call: ToolCall, logprobs: dict[str, Any] | None = None) -> bytes:
+        """A whole call in one delta."""
+        return self._chunk({"tool_calls": [{"index": index, **_tool_call(call)}]}, None, logprobs)
+
+    def closing(self, reason: str, *, called: bool = False) -> bytes:
+        return self._chunk({} if self.chat else "", _reason(reason, called))
 
     def usage(self, usage: dict[str, int]) -> bytes:
         return server_event({**self._head(self._chunk_kind), "choices": [], "usage": usage})
@@ -225,10 +312,20 @@ class Answer(BaseModel):
             "system_fingerprint": self.fingerprint,
         }
 
-    def _chunk(self, said: dict[str, str] | str, reason: FinishReason | None) -> bytes:
+    def _chunk(self, said: dict[str, Any] | str, reason: str | None, logprobs: dict[str, Any] | None = None) -> bytes:
         name = "delta" if self.chat else "text"
-        choice = {"index": 0, name: said, "logprobs": None, "finish_reason": reason}
+        choice = {"index": 0, name: said, "logprobs": logprobs, "finish_reason": reason}
         return server_event({**self._head(self._chunk_kind), "choices": [choice]})
+
+
+def _reason(reason: str, called: bool) -> str:
+    """An answer that was cut off says so, whatever it called before."""
+    return "tool_calls" if called and reason == "stop" else reason
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
 DONE = b"data: [DONE]\n\n"

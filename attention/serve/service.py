@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,10 @@ from attention.serve.request_log import Instance, RequestLog, RequestRow, now, p
 
 if TYPE_CHECKING:
     from attention.startup import Started
+# A client that is told to wait longer than this decides for itself: OpenAI's own takes no more.
+MAX_RETRY_S = 60
+# Weight of the newest request in the mean that Retry-After is estimated from.
+_NEWEST = 0.1
 
 SHOWN_PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
@@ -38,8 +43,10 @@ class Service:
         self.engine = engine
         self.metrics = metrics
         self.log = log
-        self.draining = False
+        self.draining = False  # for good: the process ends
+        self.paused = False  # by POST /admin/drain, until /admin/resume
         self.num_open = 0  # requests whose row is still to be written
+        self._mean_s = 0.0  # seconds that a request runs, newest first
 
     def reasons_not_ready(self) -> list[str]:
         """Empty when the start-up probes passed, every phase is resolved, and steps do not fail."""
@@ -53,6 +60,8 @@ class Service:
             return ["engine: its thread has ended; restart the instance"]
         if self.engine.num_failed_steps >= FAILING_STEPS:
             return [f"model: the last {self.engine.num_failed_steps} steps failed"]
+        if self.paused:
+            return ["draining: asked for by POST /admin/drain; POST /admin/resume ends it"]
         return self._reasons_of_policy(self.engine.started)
 
     def _reasons_of_policy(self, started: Started) -> list[str]:
@@ -71,6 +80,25 @@ class Service:
             return []
         found = self.engine.started.dispatcher.mismatches
         return [f"{one.bucket} ran {ran} where {one.backend} was resolved" for one, ran in found.items()]
+
+    def reasons_not_live(self) -> list[str]:
+        """Empty unless only a restart helps: the engine's thread has ended without being told to."""
+        return [] if self.draining or self.engine.alive else ["engine: its thread has ended; restart the instance"]
+
+    @property
+    def timeout_text(self) -> str:
+        return f"not finished within {self.engine.limits.request_timeout_s:g} s, this server's bound"
+
+    def observe_seconds(self, generation: Generation) -> None:
+        """Learn from a request that has ended how long one runs."""
+        if generation.admitted is not None and generation.finished is not None:
+            seconds = generation.finished - generation.admitted
+            self._mean_s += (seconds - self._mean_s) * (_NEWEST if self._mean_s else 1.0)
+
+    def retry_after_s(self) -> int:
+        """Seconds until what waits now has been admitted, by the mean that a request runs; 1 to MAX_RETRY_S."""
+        seconds = self.engine.num_waiting * self._mean_s / self.engine.limits.max_running
+        return min(MAX_RETRY_S, max(1, math.ceil(seconds)))
 
     @property
     def fingerprint_id(self) -> str:
@@ -134,7 +162,7 @@ class Service:
         if self.log.num_dropped:
             warnings.append(f"{self.log.num_dropped} request rows were dropped")
         return {
-            "live": True,
+            "live": not self.reasons_not_live(),
             "ready": not reasons,
             "failed": self.engine.failure is not None,  # it will not become ready
             "reasons": reasons,
@@ -144,6 +172,25 @@ class Service:
             "kv_pages": self.engine.kv_pages,
             **self.about(),
         }
+
+    def policy(self) -> dict[str, Any]:
+        """The policy in force and what it came to: per phase the chain, and why every other backend was left out."""
+        assert self.engine.started is not None
+        dispatcher = self.engine.started.dispatcher
+        phases = {
+            phase: {
+                "requested": found.requested,
+                "resolved": dispatcher.resolved[phase],
+                "confirmed": dispatcher.confirmed[phase],
+                "chain": list(found.chain),
+                "left_out": {
+                    name: [reason.model_dump(mode="json") for reason in reasons]
+                    for name, reasons in found.excluded.items()
+                },
+            }
+            for phase, found in dispatcher.resolutions.items()
+        }
+        return {"policy": dispatcher.policy.model_dump(mode="json"), "phases": phases}
 
     def row(
         self,

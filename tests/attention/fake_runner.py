@@ -20,12 +20,14 @@ from attention.dispatch import PHASES, BackendFailedError, FallbackEvent, PhaseR
 from attention.errors import UserError
 from attention.model import Chunk, PagePool
 from attention.policy import Policy, Resolution
-from attention.reasons import Reason
+from attention.reasons import Code, Reason
+from attention.serve.detokenize import bytes_by_letter
 
 VOCABULARY = 300  # bytes, then specials
 EOS = 299
 _PRIME = 1_000_003
 _MODULUS = 2**31 - 1
+_LETTER_OF = {byte: letter for letter, byte in bytes_by_letter().items()}
 
 
 class FakeTokenizer:
@@ -40,7 +42,15 @@ class FakeTokenizer:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
+        if skip_special_tokens:
+            ids = [i for i in ids if i < 256]
+        parts = [bytes([i]) if i < 256 else f"<special {i}>".encode() for i in ids]
+        return b"".join(parts).decode(errors="replace")
+
+    def convert_ids_to_tokens(self, token_id: int) -> str | None:
+        if token_id < 256:
+            return _LETTER_OF[token_id]
+        return f"<special {token_id}>" if token_id < VOCABULARY else None
 
     def apply_chat_template(
         self,
@@ -71,7 +81,6 @@ class FakeDispatcher:
         default_factory=lambda: Policy(preferred=("torch_sdpa:flash",), fallback=("torch_sdpa:math",))
     )
     mismatches: dict[Signature, str] = field(default_factory=dict)
-    resolutions: dict[Phase, Resolution] = field(default_factory=dict)
     step_fallback: FallbackEvent | None = None
     chain: list[str] = field(default_factory=list)
     raises: set[str] = field(default_factory=set)
@@ -96,6 +105,18 @@ class FakeDispatcher:
 
     def unserved(self) -> dict[Phase, str]:
         return {}
+
+    @property
+    def resolutions(self) -> dict[Phase, Resolution]:
+        why = Reason(
+            code=Code.MASK_UNSUPPORTED, dimension="mask", observed="x", allowed="y", source="probe", message="no mask"
+        )
+        excluded = {"torch_sdpa:flash": (why,)}
+        chain = ("torch_sdpa:math",)
+        return {
+            phase: Resolution(phase=phase, requested="torch_sdpa:flash", chain=chain, excluded=excluded)
+            for phase in PHASES
+        }
 
     def plan(self, chunks: Sequence[Chunk]) -> None:
         runs: dict[tuple[Phase, str], PhaseRun] = {}
@@ -160,7 +181,6 @@ class FakeRunner:
         self._cache = [-1] * (num_pages * page_size)
 
     def forward(self, chunks: Sequence[Chunk], *, rows: Literal["last", "all"] = "last") -> torch.Tensor:
-        assert rows == "last"
         assert chunks
         self.num_steps += 1
         self.steps.append(list(chunks))
@@ -170,7 +190,10 @@ class FakeRunner:
             time.sleep(self.seconds)
         self.dispatcher.plan(chunks)
         ran = [run.resolved for run in self.dispatcher.record.members]
-        return torch.tensor([[self._run(*each)] for each in zip(chunks, ran, strict=True)], dtype=torch.float64)
+        found = []
+        for chunk, backend in zip(chunks, ran, strict=True):
+            found += self._run(chunk, backend)[0 if rows == "all" else -1 :]
+        return torch.tensor(found, dtype=torch.float64)[:, None]
 
     def confirm_idle(self, age_s: float) -> bool:
         self.num_idle += 1
@@ -183,7 +206,8 @@ class FakeRunner:
         logits[peaks.isnan()] = torch.nan
         return logits
 
-    def _run(self, chunk: Chunk, backend: str) -> float:
+    def _run(self, chunk: Chunk, backend: str) -> list[float]:
+        """A value for each token of the chunk."""
         end = chunk.start + len(chunk.token_ids)
         assert len(chunk.block_table) == -(-end // self.page_size), "tables hold what is needed, no more"
         slots = [self._slot(chunk, position) for position in range(end)]
@@ -191,13 +215,10 @@ class FakeRunner:
             self._cache[slot] = token
         read = [self._cache[slot] for slot in slots]
         is_bad = not self.nan_on or backend in self.nan_on
-        if (
-            is_bad
-            and self.nan_for_prompt is not None
-            and tuple(read[: len(self.nan_for_prompt)]) == self.nan_for_prompt
-        ):
-            return float("nan")
-        return float(next_hash(read))
+        begins = self.nan_for_prompt is not None and tuple(read[: len(self.nan_for_prompt)]) == self.nan_for_prompt
+        if is_bad and begins:
+            return [float("nan")] * len(chunk.token_ids)
+        return [float(next_hash(read[: position + 1])) for position in range(chunk.start, end)]
 
     def _slot(self, chunk: Chunk, position: int) -> int:
         return chunk.block_table[position // self.page_size] * self.page_size + position % self.page_size

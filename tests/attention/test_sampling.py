@@ -82,7 +82,17 @@ def test_large_finite_logits_are_no_fault() -> None:
     assert sample(torch.tensor([[1e30, -1e30]]), [sampler(temperature=1.0)]) == [0]
 
 
-@pytest.mark.parametrize("params", [{"temperature": -1}, {"temperature": 3}, {"top_p": 2}, {"max_tokens": 0}])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": -1},
+        {"temperature": 3},
+        {"top_p": 2},
+        {"max_tokens": -1},
+        {"logprobs": 21},
+        {"prompt_logprobs": -1},
+    ],
+)
 def test_parameters_out_of_range_are_refused(params: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(params))):
         SamplingParams(**{"max_tokens": 1, **params})  # type: ignore[arg-type]

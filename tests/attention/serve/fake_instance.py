@@ -96,6 +96,7 @@ def serving(
     limits: Limits | None = None,
     instance: Instance = INSTANCE,
     prepare: Callable[[], Any] | None = None,
+    admin_token: str | None = None,
 ) -> Iterator[Running]:
     """Start an instance; leaves it drained and stopped."""
     runner = runner or FakeRunner(num_pages=256)
@@ -105,7 +106,9 @@ def serving(
     notice = FallbackNotice(metrics, log, emit=True)
     engine = Engine(prepare or (lambda: fake), limits or Limits(), metrics, notice, fault=instance.fault)
     service = Service(instance, engine, metrics, log)
-    config = uvicorn.Config(create_app(service), log_config=None, access_log=False, timeout_graceful_shutdown=2)
+    config = uvicorn.Config(
+        create_app(service, admin_token), log_config=None, access_log=False, timeout_graceful_shutdown=2
+    )
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)

@@ -17,10 +17,11 @@ import pytest
 
 from attention.faults import SLOW_DECODE
 from attention.limits import Limits
-from attention.serve.app import MAX_BODY_BYTES, is_shadow
+from attention.serve.app import is_shadow
 from tests.attention.fake_runner import EOS, FakeRunner, expected_tokens
 from tests.attention.serve.fake_instance import INSTANCE, Running, serving
 
+MAX_BODY_BYTES = Limits().max_body_bytes
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "temperature": 0}
 PLAIN = {"prompt": "hello", "max_tokens": 8, "temperature": 0}
 
@@ -184,18 +185,23 @@ def test_a_request_id_that_is_missing_or_strange_is_replaced(shared: Running) ->
 
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 2}, "n", "n=2 is not supported"),
-    ({"logprobs": 1}, "logprobs", "logprobs=1"),
-    ({"logprobs": 0}, "logprobs", "logprobs=0"),
+    ({"logprobs": 6}, "logprobs", "less than or equal to 5"),
+    ({"logprobs": True}, "logprobs", "valid integer"),
+    ({"top_logprobs": 2}, "top_logprobs", "top_logprobs=2"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "greater than or equal to 0"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "whole answers only"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "logit_bias"),
     ({"presence_penalty": 0.5}, "presence_penalty", "leave it out or send 0"),
     ({"frequency_penalty": -1}, "frequency_penalty", "would change the result"),
     ({"best_of": 3}, "best_of", "best_of"),
-    ({"echo": True}, "echo", "echo"),
+    ({"echo": 1}, "echo", "valid boolean"),
     ({"suffix": "x"}, "suffix", "suffix"),
     ({"max_token": 3}, "max_token", "did you mean max_tokens"),
     ({"temperature": 3}, "temperature", "less than or equal to 2"),
     ({"top_p": -1}, "top_p", "greater than or equal to 0"),
-    ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": 0}, "max_tokens", "send at least 1, or echo or prompt_logprobs"),
+    ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
     ({"max_tokens": True}, "max_tokens", "valid integer"),
     ({"max_tokens": "4"}, "max_tokens", "valid integer"),
     ({"max_tokens": 4.0}, "max_tokens", "valid integer"),
@@ -247,7 +253,16 @@ def test_defaults_that_are_spelled_out_and_fields_without_bearing_are_accepted(s
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_completion_tokens": 4}, "not both"),
-        ({"logprobs": True}, "logprobs"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"top_logprobs": 3}, "top_logprobs=3 needs logprobs=true"),
+        ({"logprobs": True, "top_logprobs": 21}, "less than or equal to 20"),
+        ({"logprobs": 1}, "logprobs: "),
+        ({"echo": True}, "echo"),
+        ({"max_tokens": 0}, "greater than or equal to 1"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "the arguments of an earlier tool call are not JSON",
+        ),
     ],
 )
 def test_a_chat_that_cannot_be_served_is_refused_by_name(

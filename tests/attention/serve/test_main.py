@@ -17,7 +17,9 @@ import pytest
 
 from attention.dispatch import PHASES
 from attention.errors import UserError
+from attention.limits import Limits
 from attention.serve.flags import add_arguments, run
+from attention.serve.main import limits_of
 from tests.attention.serve.fake_instance import read_rows, wait_until
 
 POLICY = "attention_policy: {mode: pinned, preferred: [math]}\n"
@@ -125,12 +127,59 @@ def test_a_port_in_use_is_one_line_with_the_remedy(flags: list[str]) -> None:
         (["--port", "99999"], "--port 99999"),
         (["--step-timeout-s", "0"], "--step-timeout-s 0"),
         (["--retired", "torch_sdpa:flahs=it hung"], "did you mean torch_sdpa:flash"),
+        (["--max-queue", "0"], "--max-queue 0"),
+        (["--max-running", "-1"], "--max-running -1"),
+        (["--max-prompt-tokens", "0"], "--max-prompt-tokens 0"),
+        (["--max-output-tokens", "0"], "--max-output-tokens 0"),
+        (["--max-body-bytes", "0"], "--max-body-bytes 0"),
+        (["--request-timeout-s", "0"], "--request-timeout-s 0"),
+        (["--request-timeout-s", "nan"], "--request-timeout-s nan"),
+        (["--admin-token-file", "/no/such/token"], "--admin-token-file /no/such/token: cannot be read"),
     ],
 )
 def test_bad_input_is_one_line(flags: list[str], extra: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         start([*flags, *extra])
     assert "\n" not in str(caught.value)
+
+
+def test_flags_become_the_limits_that_the_fingerprint_holds(flags: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert limits_of(parser.parse_args(flags)) == Limits()
+    extra = ["--max-running", "200", "--max-queue", "7", "--request-timeout-s", "1.5", "--max-body-bytes", "9"]
+    found = limits_of(parser.parse_args([*flags, *extra, "--max-prompt-tokens", "5", "--max-output-tokens", "6"]))
+    assert found == Limits(
+        max_running=200,
+        max_step_tokens=200 + Limits.prefill_chunk,  # or so many decodes would starve the prompts
+        max_queue=7,
+        request_timeout_s=1.5,
+        max_body_bytes=9,
+        max_prompt_tokens=5,
+        max_output_tokens=6,
+    )
+
+
+def test_the_admin_token_is_in_no_line_of_the_log_no_argument_and_no_variable(
+    start_process: Callable[[str], Process], flags: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "token"
+    path.touch(mode=0o600)
+    path.write_text("a-token-of-some-length\n")
+    flags += ["--admin-token-file", str(path)]
+    process = start_process(ANSWERS)
+    process.wait_for("ready")
+    url = f"http://127.0.0.1:{process.events()['listening']['port']}"
+    answer = httpx.post(f"{url}/admin/drain", headers={"authorization": "Bearer a-token-of-some-length"})
+    assert answer.status_code == 200
+    assert httpx.get(f"{url}/health/ready").status_code == 503
+    of_process = Path(f"/proc/{process.child.pid}")
+    told = [(of_process / name).read_text() for name in ("cmdline", "environ")]
+    told += [httpx.get(f"{url}{page}").text for page in ("/health", "/fingerprint", "/policy", "/metrics")]
+    process.child.send_signal(signal.SIGTERM)
+    assert process.exit_code() == 0, "a drained instance still stops"
+    assert "admin_drain" in process.events()
+    assert not any("a-token-of-some-length" in text for text in (*told, *process.lines))
 
 
 def test_sigterm_finishes_what_is_in_flight_writes_its_row_and_exits_0(
@@ -149,7 +198,7 @@ def test_sigterm_finishes_what_is_in_flight_writes_its_row_and_exits_0(
     assert process.exit_code() == 0
     assert answers[0].status_code == 200
     assert [row["output_tokens"] for row in read_rows(tmp_path / "lake", "requests")] == [20]
-    assert list(process.events()) == ["listening", "ready", "stopping", "stopped"]
+    assert list(process.events()) == ["listening", "backend_resolved", "ready", "stopping", "stopped"]
     ready = process.events()["ready"]
     assert ready["fingerprint"] == "f1f2f3"
     assert ready["resolved"] == ready["confirmed"] == dict.fromkeys(PHASES, "torch_sdpa:math")
