@@ -1,4 +1,5 @@
-"""Host overhead of the dispatcher's last step: a planned `run` against the call that a user would write.
+"""Host overhead of governance, a layer: a planned `run` against the call that a user would write, and over that run
+the dispatcher (`Dispatcher.run`) and the operator (`torch.ops.attention.governed`), each on its own.
 
     python -m attention bench dispatch --backend torch_sdpa:flash [--device cuda] [--calls 20000] [--json]
     python -m attention.bench_dispatch --backends torch_sdpa:flash --device cpu --calls 200 --out rows.json
@@ -9,13 +10,17 @@ The module takes one decode of each backend, in a worker process, and as many pa
 written anew after each.
 
 Both calls do the same work on the same tensors, without the LSE, which serving does not use; what `run` takes longer
-on the host is the price of governance.
+on the host is the price of the plan. The dispatcher and the operator make that same run; what they add to it is
+measured beside it, all three in turn, in the layers after a step's first (the first one plans, and is confirmed now and
+then). The median is of paired differences; the P99 is what the 99th percentile of a call grows by, since differences of
+two calls would count what disturbs the planned run too.
+
 Pairs of calls in alternating order (A B, B A, ...), so that both see the same minutes of the same machine; the
 figure is the median, since a host is interrupted often and late. On a GPU the calls are asynchronous: a sync every
 few calls, outside the clock, keeps the launch queue from filling, or a call would wait for the device.
 
-A CUDA graph replays without the host, so there the overhead must be nothing at all: both are captured and
-their nodes counted, and they must be equally many.
+A CUDA graph replays without the host, so there the overhead must be nothing at all: all are captured and
+their nodes counted, and they must be equally many; dispatcher and operator must launch the planned run's kernels.
 
 A backend module takes part by a function `library_call(planned, q, k, v) -> Callable`.
 """
@@ -25,6 +30,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import itertools
 import json
 import statistics
 import sys
@@ -36,13 +42,15 @@ from typing import Any
 
 import torch
 
-from attention import STARTED, confirm
+from attention import STARTED, confirm, custom_op
 from attention.backends import create
 from attention.backends.base import Backend, Planned
 from attention.cases import AttentionCase
+from attention.dispatch import Dispatcher
 from attention.errors import UserError, exit_code
 from attention.flags import check_count, check_seconds
 from attention.isolate import NOT_RUN, Outcome, in_workers, short, worker
+from attention.policy import Policy
 from attention.replaced import replaced
 from attention.replay.problems import Problem, make
 from attention.yaml_file import read_json
@@ -72,10 +80,21 @@ class Overhead:
     run_nodes: int | None = None
     library_nodes: int | None = None
     graph_backend: str | None = None  # whose kernels the captured run holds
+    # What the dispatcher and the operator add to the planned run: median of paired differences, and growth of the P99.
+    direct_us: float | None = None
+    direct_p99_us: float | None = None
+    op_us: float | None = None
+    op_p99_us: float | None = None
+    same_graphs: bool | None = None  # captured, both launch the planned run's kernels, in as many nodes
 
     @property
     def nodes_equal(self) -> bool | None:
         return None if self.run_nodes is None else self.run_nodes == self.library_nodes
+
+    @property
+    def failed(self) -> bool:
+        """A captured graph holds something else than it should."""
+        return self.nodes_equal is False or self.same_graphs is False
 
 
 def library_call_of(planned: Planned, problem: Problem) -> Callable[[], Any]:
@@ -102,6 +121,9 @@ def measure(
     problem = make(case, "normal", 1, device=device)
     planned = found.plan(problem.batch, problem.spec, lse=False)
     library = library_call_of(planned, problem)
+    direct = dispatched(backend, problem, device)
+    (handle,) = custom_op.handles(direct, 1)
+    operator = torch.ops.attention.governed.default
 
     def run() -> Any:
         return planned.run(problem.q_THD, problem.k, problem.v)
@@ -110,21 +132,64 @@ def measure(
     num_calls = calls or DEFAULT_CALLS["cuda" if is_cuda else "cpu"]
     with torch.inference_mode():
         sync = torch.cuda.synchronize if is_cuda else lambda: None
+        paths = (
+            run,
+            lambda: direct.run(0, problem.q_THD, problem.k, problem.v),
+            lambda: operator(problem.q_THD, problem.k, problem.v, handle),
+        )
         if time_s is not None:
-            num_calls = fitting(run, library, num_calls, sync, time_s - (time.monotonic() - started))
+            # Of 5 calls a round, 2 are the pair's.
+            num_calls = fitting(run, library, num_calls, sync, 0.4 * (time_s - (time.monotonic() - started)))
         run_ns, library_ns = pairs(run, library, num_calls, sync)
+        plain_ns, direct_ns, op_ns = side_by_side(paths, num_calls, sync)
         run_nodes, library_nodes, graph_backend = _nodes(found, problem, planned) if is_cuda else (None, None, None)
+        same_graphs = _same_graphs(paths) if is_cuda else None
+    custom_op.release(handle)
     return Overhead(
         backend=backend,
         case_id=case.case_id,
         calls=num_calls,
         run_us=statistics.median(run_ns) / 1e3,
         library_us=statistics.median(library_ns) / 1e3,
-        overhead_us=statistics.median(a - b for a, b in zip(run_ns, library_ns, strict=True)) / 1e3,
+        overhead_us=_median_us(run_ns, library_ns),
         run_nodes=run_nodes,
         library_nodes=library_nodes,
         graph_backend=graph_backend,
+        direct_us=_median_us(direct_ns, plain_ns),
+        direct_p99_us=_p99_us(direct_ns) - _p99_us(plain_ns),
+        op_us=_median_us(op_ns, plain_ns),
+        op_p99_us=_p99_us(op_ns) - _p99_us(plain_ns),
+        same_graphs=same_graphs,
     )
+
+
+def _median_us(these_ns: list[int], those_ns: list[int]) -> float:
+    return statistics.median(a - b for a, b in zip(these_ns, those_ns, strict=True)) / 1e3
+
+
+def _p99_us(taken_ns: list[int]) -> float:
+    return sorted(taken_ns)[int(0.99 * (len(taken_ns) - 1))] / 1e3
+
+
+def dispatched(backend: str, problem: Problem, device: str) -> Dispatcher:
+    """A dispatcher with that problem planned on that backend, its first layer run. UserError when another is chosen."""
+    # Who serves no prefill is no policy by itself: others stand in for the phases that are not measured.
+    policy = Policy(preferred=(backend,), fallback=("torch_sdpa", "triton:paged"))
+    page_size = problem.batch.page_size or 16
+    found = Dispatcher(policy, [problem.spec], device=device, page_size=page_size)
+    found.plan(problem.batch)
+    (part,) = found.last_step().phases
+    if part.resolved != backend:
+        raise UserError(f"the dispatcher chose {part.resolved} for {part.bucket}, not {backend}")
+    with torch.inference_mode():
+        found.run(0, problem.q_THD, problem.k, problem.v)
+    return found
+
+
+def _same_graphs(paths: Sequence[Callable[[], Any]]) -> bool:
+    """Whether all of them, captured, launch the same kernels in as many nodes."""
+    seen = [confirm.graph_nodes(captured(path)) for path in paths]
+    return all(one == seen[0] for one in seen)
 
 
 def _nodes(found: Backend, problem: Problem, planned: Planned) -> tuple[int, int, str]:
@@ -140,20 +205,27 @@ def pairs(
     run: Callable[[], Any], library: Callable[[], Any], calls: int, sync: Callable[[], None]
 ) -> tuple[list[int], list[int]]:
     """Host nanoseconds of each call of both, paired; who goes first alternates."""
+    run_ns, library_ns = side_by_side((run, library), calls, sync)
+    return run_ns, library_ns
+
+
+def side_by_side(paths: Sequence[Callable[[], Any]], rounds: int, sync: Callable[[], None]) -> list[list[int]]:
+    """Host nanoseconds of each path in each round; every order of them has its turn."""
     for _ in range(_WARM_UP):
-        run()
-        library()
+        for path in paths:
+            path()
     sync()
-    taken: tuple[list[int], list[int]] = ([], [])
+    taken: list[list[int]] = [[] for _ in paths]
     clock = time.perf_counter_ns
-    both = (run, library)
-    for i in range(calls):
-        for which in (0, 1) if i % 2 == 0 else (1, 0):
-            call = both[which]
+    orders = list(itertools.permutations(range(len(paths))))
+    often = SYNC_EVERY // len(paths)
+    for i in range(rounds):
+        for which in orders[i % len(orders)]:
+            path = paths[which]
             started = clock()
-            call()
+            path()
             taken[which].append(clock() - started)
-        if i % (SYNC_EVERY // 2) == SYNC_EVERY // 2 - 1:
+        if i % often == often - 1:
             sync()
     sync()
     return taken
@@ -238,13 +310,21 @@ def _worker() -> None:
 
 
 def table(rows: list[Overhead]) -> list[str]:
-    """For a person: one line a backend and case, medians in microseconds."""
-    lines = [f"{'backend':22} {'case':44} {'run us':>9} {'library us':>11} {'overhead us':>12}  graph nodes"]
+    """For a person: one line a backend and case, medians in microseconds; of what is added to the run, the P99 too."""
+    added = f"{'+ direct us (P99)':>18} {'+ operator us (P99)':>20}"
+    lines = [f"{'backend':22} {'case':44} {'run us':>9} {'library us':>11} {'overhead us':>12} {added}  graph nodes"]
     for row in rows:
         nodes = "-" if row.run_nodes is None else f"{row.run_nodes} against {row.library_nodes}"
+        if row.same_graphs is False:
+            nodes += ", not those of dispatcher and operator"
         figures = f"{row.run_us:9.2f} {row.library_us:11.2f} {row.overhead_us:12.2f}"
-        lines.append(f"{row.backend:22} {row.case_id:44} {figures}  {nodes}")
+        added = f"{_both(row.direct_us, row.direct_p99_us):>18} {_both(row.op_us, row.op_p99_us):>20}"
+        lines.append(f"{row.backend:22} {row.case_id:44} {figures} {added}  {nodes}")
     return lines
+
+
+def _both(median: float | None, p99: float | None) -> str:
+    return "-" if median is None or p99 is None else f"{median:.2f} ({p99:.2f})"
 
 
 def document(rows: list[Overhead]) -> list[dict[str, Any]]:
@@ -304,7 +384,8 @@ def _run(options: argparse.Namespace) -> int:
     errors = [row["error"] for row in rows if row.get("error")]
     if NOT_RUN in errors:
         return 3
-    return 1 if errors or any(row.get("nodes_equal") is False for row in rows) else 0
+    wrong = any(row.get("nodes_equal") is False or row.get("same_graphs") is False for row in rows)
+    return 1 if errors or wrong else 0
 
 
 if __name__ == "__main__":
