@@ -19,6 +19,7 @@ import torch
 
 from attention.backends.base import AttentionSpec, Batch
 from attention.cases import Layout
+from attention.custom_op import Runs
 from attention.dispatch import Avoid, Dispatcher, _Group
 from attention.policy import Policy, Resolution
 
@@ -101,7 +102,7 @@ class DenseDispatcher(Dispatcher):
             group.batch = Batch(q_lens, kv_lens, layout="ragged")
 
     def add_layer(self, spec: AttentionSpec) -> int:
-        """One more layer, of a model whose layers are known only when they run; its number. Plan anew after it."""
+        """One more layer, of a model whose layers are known only when they run; its number."""
         self.specs.append(spec)
         return len(self.specs) - 1
 
@@ -119,7 +120,7 @@ class DenseDispatcher(Dispatcher):
 
 
 def attend(
-    dispatcher: Dispatcher, layer: int, rows: Rows, q_BHQD: torch.Tensor, k_BGLD: torch.Tensor, v_BGLD: torch.Tensor
+    dispatcher: Runs, layer: int, rows: Rows, q_BHQD: torch.Tensor, k_BGLD: torch.Tensor, v_BGLD: torch.Tensor
 ) -> torch.Tensor:
     """Attention of one layer of the planned step, [B, Q, H, D_vo]; rows that are padding give 0."""
     sequences, heads, queries, _ = q_BHQD.shape

@@ -144,13 +144,10 @@ class Governed:
         with self._lock:
             kind = self.kind(spec, rows.batch.layout, masked=rows.batch.masks is not None)
             at = kind.index.get(spec)
-            is_new = at is None
             if at is None:
                 at = kind.index[spec] = kind.dispatcher.add_layer(spec)
             if rows is not kind.planned or layer is None or layer <= kind.last_layer:
                 self._plan(kind, rows)
-            elif is_new:  # within a step that is counted already
-                kind.dispatcher.plan(rows.batch)
             kind.last_layer = -1 if layer is None else layer
             while True:
                 try:
@@ -312,18 +309,18 @@ def _mask(
     mask: torch.Tensor
     plain, window = _plain(mask_function)
     num_keys = int(q_offset) + q_length - kv_offset  # a static cache has room for more
-    if plain and num_keys <= kv_length:
-        if attention_mask is None or bool((real := attention_mask[:, kv_offset : kv_offset + num_keys]).all()):
+    shape = (batch_size, q_length, num_keys)
+    real = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + num_keys]
+    if plain and (real is None or real.shape[1] == num_keys):
+        if real is None or bool(real.all()):
             mask = torch.ones(batch_size, num_keys, dtype=torch.bool, device=device)
-            shape = (batch_size, q_length, num_keys)
             _MASKS[mask] = _Mask(shape, all_rows(*shape), window, causal=True)
             return mask
         real_BL = real.cpu().numpy()
         # A window counts places, also those of padding between: only at either end may it be left out.
         gaps = (real_BL[:, 1:] & ~real_BL[:, :-1]).sum(1) + real_BL[:, 0] > 1
-        if real_BL.shape[1] == num_keys and not (window is not None and gaps.any()):
+        if window is None or not gaps.any():
             mask = real.clone()
-            shape = (batch_size, q_length, num_keys)
             _MASKS[mask] = _Mask(shape, packed_rows(real_BL, q_length, mask.device), window, causal=True)
             return mask
     mask = sdpa_mask(
@@ -365,7 +362,9 @@ def _exactly(mask: torch.Tensor, num_sequences: int) -> _Mask:
         mask = ~hidden
     if len(mask) == 1:
         mask = mask.expand(num_sequences, -1, -1, -1)
-    return _Mask((len(mask), mask.shape[2], mask.shape[3]), masked_rows(mask[:, 0]), None, causal=False)
+    # A copy: views would keep the mask that they are filed under, and so themselves, for ever.
+    rows = masked_rows(mask[:, 0].clone())
+    return _Mask((len(mask), mask.shape[2], mask.shape[3]), rows, None, causal=False)
 
 
 def _attention(

@@ -8,6 +8,7 @@ tests run the compiled kernel.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from attention.backends import create
 from attention.backends.base import AttentionSpec, Backend, Batch, Planned
 from attention.backends.oracle import OracleBackend
 from attention.cases import AttentionCase
-from attention.dense import DenseDispatcher
+from attention.dense import DenseDispatcher, all_rows, attend
 from attention.dispatch import BackendFailedError, FallbackEvent
 from attention.errors import UserError
 from attention.model import Chunk, Runner
@@ -275,6 +276,61 @@ def test_a_chunk_of_a_prompt_over_a_cache_is_an_extend() -> None:
     assert ran()["contiguous", "extend"] == (FLASH, FLASH, FLASH)
 
 
+def test_a_mask_shorter_than_the_keys_hides_the_rest() -> None:
+    governed.enable(POLICY)
+    for model in ("llama", "mistral"):
+        eager, ours = models(model)
+        with torch.inference_mode():
+            left, right = (m(input_ids=prompts(), attention_mask=torch.ones(3, 8)).logits for m in (eager, ours))
+        torch.testing.assert_close(right, left, rtol=0, atol=1e-4)
+
+
+def test_a_sequence_whose_new_tokens_are_padding_is_left_out() -> None:
+    governed.enable(POLICY)
+    eager, ours = models("llama")
+    mask = torch.ones(3, 10, dtype=torch.long)
+    mask[0, 6:] = 0
+    with torch.inference_mode():
+        logits = []
+        for model in (eager, ours):
+            first = model(input_ids=prompts()[:, :6])
+            more = {"input_ids": prompts()[:, 6:], "attention_mask": mask, "past_key_values": first.past_key_values}
+            logits.append(model(**more).logits)
+    torch.testing.assert_close(logits[1][1:], logits[0][1:], rtol=0, atol=1e-4)
+    assert ran()["ragged", "extend"] == (FLASH, FLASH, FLASH)
+
+
+def test_masks_are_forgotten_with_their_step() -> None:
+    governed.enable(POLICY)
+    _, ours = models("mistral")
+    gc.collect()
+    before = len(governed._MASKS)
+    with torch.no_grad():
+        for pads in ("none", "left", "holes"):
+            ours(input_ids=prompts(), attention_mask=padding(pads))
+    gc.collect()
+    assert len(governed._MASKS) == before
+
+
+def test_nothing_but_padding_gives_nothing_and_runs_nothing() -> None:
+    governed.enable(POLICY)
+    _, ours = models("llama")
+    with torch.inference_mode():
+        assert ours(input_ids=prompts(), attention_mask=torch.zeros(3, 10)).logits.isfinite().all()
+    assert ran() == {}
+
+
+def test_a_backend_gets_the_keys_that_there_are_and_no_more() -> None:
+    class Seen:
+        def run(self, layer: int, q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            assert (layer, q_THD.shape, k.shape, v.shape) == (3, (2, 4, 16), (2, 5, 1, 16), (2, 5, 1, 8))
+            return q_THD[..., :8]
+
+    q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 1, 9, 16), torch.randn(2, 1, 9, 8)
+    out = attend(Seen(), 3, all_rows(2, 1, 5), q, k, v)
+    assert torch.equal(out, q.transpose(1, 2)[..., :8])
+
+
 class Counting:
     """Counts what a backend plans."""
 
@@ -366,6 +422,7 @@ def test_a_backend_that_fails_is_replaced_within_the_step_and_it_is_told() -> No
         ("contiguous", "decode"): (FLASH, MATH, MATH),
     }
     told = governed.report()
+    assert [event.kind for event in told.events].count("request_fallback") == 1, "told once"
     assert {(event.kind, event.phase) for event in told.events} >= {
         ("backend_failed", "decode"),
         ("request_fallback", "decode"),
@@ -396,6 +453,11 @@ def test_a_failed_probe_is_a_fallback_at_start_and_a_policy_that_serves_nobody_i
     closed = POLICY.model_copy(update={"fail_closed_features": ("sliding_window",)})
     with pytest.raises(UserError, match="POLICY_EXCLUDED"):
         governed.enable(closed, config("mistral"), observed={FLASH: [reason]})
+    closed = POLICY.model_copy(update={"fail_closed_features": ("custom_mask",)})
+    governed.enable(closed, config("llama"), observed={FLASH: [reason]})
+    ask()
+    with pytest.raises(UserError, match="POLICY_EXCLUDED"):
+        ask(attention_mask=torch.ones(2, 1, 4, 4, dtype=torch.bool))
 
 
 def test_two_policies_in_one_process_have_two_names(tiny_model: Path, policy_file: Path) -> None:
@@ -436,11 +498,24 @@ def test_threads_share_a_model_and_get_what_they_get_alone() -> None:
             found[i] = [ours(input_ids=inputs[i]).logits for _ in range(5)]
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    often = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    sys.setswitchinterval(often)
     assert all(torch.equal(one, alone[i]) for i in range(4) for one in found[i])
+
+
+def test_layers_that_differ_in_their_sinks_are_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_triton("gpt_oss", monkeypatch)
+    made = len(governed.report().phases)
+    q, k, v = (torch.randn(2, heads, 4, 16) for heads in (4, 2, 2))
+    outs = [ask(query=q, key=k, value=v, s_aux=torch.full((4,), sink))[0] for sink in (0.0, 2.0, 0.0)]
+    assert torch.equal(outs[0], outs[2])
+    assert (outs[0] - outs[1]).abs().max() > 0.1
+    assert len(governed.report().phases) == made
 
 
 def test_sinks_that_change_are_seen() -> None:
