@@ -143,7 +143,7 @@ def measure(
         run_ns, library_ns = pairs(run, library, num_calls, sync)
         plain_ns, direct_ns, op_ns = side_by_side(paths, num_calls, sync)
         run_nodes, library_nodes, graph_backend = _nodes(found, problem, planned) if is_cuda else (None, None, None)
-        same_graphs = _same_graphs(paths) if is_cuda else None
+        same_graphs = _same_graphs(*paths) if is_cuda else None
     custom_op.release(handle)
     return Overhead(
         backend=backend,
@@ -186,8 +186,14 @@ def dispatched(backend: str, problem: Problem, device: str) -> Dispatcher:
     return found
 
 
-def _same_graphs(paths: Sequence[Callable[[], Any]]) -> bool:
-    """Whether all of them, captured, launch the same kernels in as many nodes."""
+def _same_graphs(
+    run: Callable[[], Any], direct: Callable[[], torch.Tensor], operator: Callable[[], torch.Tensor]
+) -> bool:
+    """Whether all of them, captured, launch the same kernels in as many nodes.
+
+    The operator promises rows one after the other; where the run's are not (math), a copy belongs to all three.
+    """
+    paths = (lambda: run()[0].contiguous(), lambda: direct().contiguous(), operator)
     seen = [confirm.graph_nodes(captured(path)) for path in paths]
     return all(one == seen[0] for one in seen)
 

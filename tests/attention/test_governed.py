@@ -308,6 +308,9 @@ def test_masks_are_forgotten_with_their_step() -> None:
     with torch.no_grad():
         for pads in ("none", "left", "holes"):
             ours(input_ids=prompts(), attention_mask=padding(pads))
+        whole = torch.ones(2, 1, 4, 4, dtype=torch.bool)
+        governed._MASKS[whole] = governed._exactly(whole, 2)
+        del whole
     gc.collect()
     assert len(governed._MASKS) == before
 
