@@ -27,16 +27,21 @@ from attention.fallback import FallbackEvent
 from attention.policy import Policy, Resolution, resolve
 from attention.reasons import Reason
 
-__all__ = ["PHASES", "BackendFailedError", "Dispatcher", "FallbackEvent", "PhaseRun", "StepRecord"]
+__all__ = ["PHASES", "BackendFailedError", "Dispatcher", "FallbackEvent", "NoBackendError", "PhaseRun", "StepRecord"]
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "extend")
 #: KV length of the batch with which each phase is resolved at start.
 _START_KV = 64
 _MOST_DECISIONS = 100_000  # lengths whose decision is remembered
+_clock = time.perf_counter
 
 #: Backends that a member must not run on, with the reasons.
 Avoid = Mapping[str, Reason]
 _NONE: Avoid = {}
+
+
+class NoBackendError(UserError):
+    """The policy leaves no backend for a phase, before the first request. The text has every reason."""
 
 
 class BackendFailedError(RuntimeError):
@@ -88,7 +93,7 @@ class _Group:
     batch: Batch
     rows: torch.Tensor | None  # query rows of this group; None when it is the whole step
     backend: Backend
-    plans: dict[AttentionSpec, Planned] = field(default_factory=dict)
+    plans: list[Planned | None]  # by kind of layer
 
 
 class Dispatcher:
@@ -119,6 +124,9 @@ class Dispatcher:
         self.specs = [replace(spec, scale=spec.scale * scale_factor) for spec in specs]
         if not self.specs:
             raise ValueError("a dispatcher needs at least one layer")
+        # Layers of one kind share plans. By number: a spec is slow to hash, and this is asked once a layer and step.
+        self._kinds = list(dict.fromkeys(self.specs))
+        self._kind_of = [self._kinds.index(spec) for spec in self.specs]
         self._observed = {backend: list(reasons) for backend, reasons in (observed or {}).items()}
         self._wrap = wrap
         self._on_event = on_event
@@ -136,6 +144,8 @@ class Dispatcher:
         self.resolutions: dict[Phase, Resolution] = {p: self._startup(p, _START_KV) for p in PHASES}
         self.requested: dict[Phase, str] = {p: r.requested for p, r in self.resolutions.items()}
         self.resolved: dict[Phase, str] = {p: r.chain[0] for p, r in self.resolutions.items()}
+        self.chosen: Mapping[Phase, str] = dict(self.resolved)  # at start; `resolved` changes with what is retired
+        self.at_work: str | None = None  # the backend whose call is under way
         self.confirmed: dict[Phase, str] = dict.fromkeys(PHASES, NOTHING_RAN)
         for override in policy.overrides:
             low, high = override.kv_len
@@ -148,7 +158,7 @@ class Dispatcher:
         q_len = {"prefill": kv_len, "decode": 1, "extend": min(16, max(1, kv_len - 1))}[phase]
         found = self._resolution(phase, q_len, kv_len)
         if not found.chain:
-            raise UserError(f"no backend of the policy can serve {phase}: {found.explain()}")
+            raise NoBackendError(f"no backend of the policy can serve {phase}: {found.explain()}")
         wish = (phase, found.requested)
         if wish not in self._at_start:
             self._at_start[wish] = found.chain[0]
@@ -172,8 +182,7 @@ class Dispatcher:
     def _resolve(self, batch: Batch) -> Resolution:
         # Layers may differ (sliding window or not): a backend must serve every distinct one.
         first, *others = (
-            resolve(self.policy, case_of(batch, spec), self._declared, self._observed)
-            for spec in dict.fromkeys(self.specs)
+            resolve(self.policy, case_of(batch, spec), self._declared, self._observed) for spec in self._kinds
         )
         for one in others:
             chain = tuple(name for name in first.chain if name in one.chain)
@@ -200,7 +209,7 @@ class Dispatcher:
         expected = self._at_start.get((phase, found.requested), found.requested)
         fallback = None
         if expected in excluded:
-            fallback = FallbackEvent("request_fallback", phase, expected, chain[0], excluded[expected])
+            fallback = FallbackEvent("request_fallback", phase, expected, chain[0], excluded[expected], bucket)
             if not self.policy.allow_runtime_fallback:
                 raise UserError(f"the policy forbids request-level fallback for {bucket}: {told.explain()}")
         decision = _Decision(phase, chain[0], found.requested, fallback)
@@ -210,16 +219,19 @@ class Dispatcher:
             self._decisions[q_len, kv_len] = decision
         return decision
 
-    def foresee(self, num_prompt: int, num_cached: int, chunk: int, avoid: Avoid = _NONE) -> FallbackEvent | None:
-        """The first fallback that a request will meet on its way from its first chunk of `chunk` tokens at most to
-        `num_cached` tokens in the cache; None for one that meets none. Any thread may ask.
+    def foresee(
+        self, start: int, num_prompt: int, num_cached: int, chunk: int, avoid: Avoid = _NONE
+    ) -> FallbackEvent | None:
+        """The first fallback that a request will meet on its way from `start` to `num_cached` tokens in the cache, its
+        prompt in pieces of `chunk` tokens at most; None for one that meets none. Any thread may ask.
 
         Raises UserError, with every reason, where no backend could serve it or the policy forbids the fallback.
         """
         first = min(chunk, num_prompt)
-        ways = [(first, first)]
-        ways += [(min(chunk, kv - first), kv) for kv in self._stops("extend", first + 1, num_prompt)]
-        ways += [(1, kv) for kv in self._stops("decode", num_prompt + 1, num_cached)]
+        ways = [(first, first)] if start == 0 else []
+        extends = self._stops("extend", max(start, first) + 1, num_prompt)
+        ways += [(min(chunk, kv - first), kv) for kv in extends]
+        ways += [(1, kv) for kv in self._stops("decode", max(start, num_prompt) + 1, num_cached)]
         found = (self._decide(q_len, kv_len, avoid).fallback for q_len, kv_len in ways)
         return next((event for event in list(found) if event is not None), None)
 
@@ -308,44 +320,49 @@ class Dispatcher:
             num_members=len(batch.q_lens),
             fallback=decision.fallback,
         )
-        return _Group(run, batch, rows, self._backend(decision.backend))
+        return _Group(run, batch, rows, self._backend(decision.backend), [None] * len(self._kinds))
 
     def run(self, layer: int, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor) -> torch.Tensor:
         """Attention of one layer of the planned step: [T, H, D_vo]. Raises BackendFailedError."""
-        spec = self.specs[layer]
+        kind = self._kind_of[layer]
         if len(self._groups) == 1:
-            return self._run_group(self._groups[0], spec, q_THD, k_NPGD, v_NPGD)
+            return self._run_group(self._groups[0], kind, q_THD, k_NPGD, v_NPGD)
+        spec = self._kinds[kind]
         out_THD = q_THD.new_empty(q_THD.shape[0], spec.heads_q, spec.head_dim_vo)
         for group in self._groups:
             if group.rows is None:
                 raise RuntimeError("a step of several parts was planned without row indices")
-            part = self._run_group(group, spec, q_THD.index_select(0, group.rows), k_NPGD, v_NPGD)
+            part = self._run_group(group, kind, q_THD.index_select(0, group.rows), k_NPGD, v_NPGD)
             out_THD.index_copy_(0, group.rows, part)
         return out_THD
 
     def _run_group(
         self,
         group: _Group,
-        spec: AttentionSpec,
+        kind: int,
         q_THD: torch.Tensor,
         k_NPGD: torch.Tensor,
         v_NPGD: torch.Tensor,
     ) -> torch.Tensor:
-        started = time.perf_counter()
+        run = group.run
+        started = _clock()
+        self.at_work = run.resolved
         try:
-            planned = group.plans.get(spec)
+            planned = group.plans[kind]
             if planned is None:
-                planned = group.plans[spec] = group.backend.plan(group.batch, spec)
-            if group.run.layers == 0 and self._is_due(group.run):
+                planned = group.plans[kind] = group.backend.plan(group.batch, self._kinds[kind])
+            if run.layers == 0 and self._is_due(run):
                 out_THD = self._confirm(group, planned, q_THD, k_NPGD, v_NPGD)
             else:
                 out_THD, _ = planned.run(q_THD, k_NPGD, v_NPGD)
-                group.run.kernel_seconds += time.perf_counter() - started
+                run.kernel_seconds += _clock() - started
         except torch.OutOfMemoryError:  # the load's fault, not the backend's
             raise
         except Exception as error:
-            raise BackendFailedError(group.run.resolved, group.run.phase, error) from error
-        group.run.layers += 1
+            raise BackendFailedError(run.resolved, run.phase, error) from error
+        finally:
+            self.at_work = None
+        run.layers += 1
         return out_THD
 
     # What ran.

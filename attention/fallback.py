@@ -31,6 +31,7 @@ class FallbackEvent:
     from_backend: str
     to_backend: str
     reasons: tuple[Reason, ...]
+    bucket: str = ""  # of a request's fallback: the first shape bucket in which it falls
 
     @property
     def reason(self) -> str:

@@ -15,6 +15,7 @@ class Limits:
     prefill_chunk: int = 128
     max_queue: int = 128
     max_output_tokens: int = 2048
+    prefix_reuse: bool = True  # whole pieces of `prefill_chunk` tokens that prompts share are computed once
 
     def __post_init__(self) -> None:
         if self.max_step_tokens < self.max_running + self.prefill_chunk:

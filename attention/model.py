@@ -14,8 +14,8 @@ that goes through the interface works; it writes K and V into the pages, then as
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from attention.backends.base import AttentionSpec, Batch
 from attention.dispatch import Dispatcher
 from attention.model_config import DTYPES as DTYPE_NAMES
 from attention.model_config import layer_kinds, read_config, resolve_dtype
+from attention.reasons import Reason
 
 #: Its name in transformers' attention interface. It has no mask function there: a step makes no mask.
 PAGED = "governed_paged"
@@ -48,6 +49,7 @@ class Chunk:
     token_ids: tuple[int, ...]
     start: int
     block_table: tuple[int, ...]
+    avoid: Mapping[str, Reason] = field(default_factory=dict)  # backends that must not run it, with the reasons
 
 
 class PagePool:
@@ -150,7 +152,7 @@ class Runner:
             self.page_size,
         )
         ids, positions, slots = self._sent(_packed(chunks, self.page_size))
-        self.dispatcher.plan(batch)
+        self.dispatcher.plan(batch, [c.avoid for c in chunks])
         out = self._model.base_model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, governed=_Step(self, slots)
         )
@@ -174,6 +176,12 @@ class Runner:
         logits: torch.Tensor = head(hidden_RD.to(self.dtype)).float()
         cap = getattr(self._model.config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def confirm_idle(self, age_s: float) -> bool:
+        """Have the execution layer name a backend again, if one was named longest ago by `age_s` at least. Raises
+        BackendFailedError."""
+        with torch.inference_mode():
+            return self.dispatcher.confirm_idle(self._k[0], self._v[0], age_s)
 
     def attend(
         self, layer: int, slots: torch.Tensor, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor

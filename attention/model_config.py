@@ -77,6 +77,7 @@ class _Config(BaseModel):
     global_head_dim: _Count | None = None
     attention_k_eq_v: bool | None = None
     num_global_key_value_heads: _Count | None = None
+    max_position_embeddings: int | None = Field(default=None, ge=1, le=1 << 40)
 
     @field_validator("layer_types")
     @classmethod
@@ -139,6 +140,17 @@ class LayerKind:
 
 def layer_kinds(model_path: Path) -> list[LayerKind]:
     """One LayerKind a layer, from config.json. UserError when it describes no decoder-only causal LM."""
+    config = _read(model_path)
+    windowed, full = _kind(config, sliding=True), _kind(config, sliding=False)
+    return [windowed if kind == "sliding_attention" else full for kind in _layer_types(config)]
+
+
+def max_context(model_path: Path) -> int:
+    """Tokens that the model's positions reach; 4096 where config.json does not say. UserError as layer_kinds."""
+    return _read(model_path).max_position_embeddings or 4096
+
+
+def _read(model_path: Path) -> _Config:
     document = read_config(model_path)
     where = model_path / "config.json"
     text = document.get("text_config")
@@ -148,9 +160,7 @@ def layer_kinds(model_path: Path) -> list[LayerKind]:
     for key in ("num_attention_heads", "num_hidden_layers"):
         if key not in document:
             raise UserError(f"model {model_path}: config.json has no '{key}': only decoder-only causal LMs work")
-    config = validated(_Config, document, where)
-    windowed, full = _kind(config, sliding=True), _kind(config, sliding=False)
-    return [windowed if kind == "sliding_attention" else full for kind in _layer_types(config)]
+    return validated(_Config, document, where)
 
 
 def _layer_types(config: _Config) -> list[str]:

@@ -41,6 +41,7 @@ class WorkerTask(BaseModel):
     scale_factor: float
     probes: tuple[Probe, ...]
     try_declared: bool = False
+    crash: bool = False  # a drill's: the process dies at its first probe
 
 
 #: Backend, name and case of a probe.
@@ -62,6 +63,7 @@ def probe_all(
     jobs: int = 2,
     try_declared: bool = False,
     by_head_dim: bool = False,
+    crash: str | None = None,
     budget_s: float | None = None,
     known: Collection[Key] = frozenset(),
     is_pending: Callable[[str, AttentionCase], bool] = lambda backend, case: False,
@@ -116,6 +118,7 @@ def probe_all(
             scale_factor=scale_factor,
             probes=unit.probes,
             try_declared=try_declared,
+            crash=unit.backend == crash,
         )
         started = time.monotonic()
         turn = None if turn_s is None else Turn(started + turn_s, turn_s * _GRACE, lambda: bool(queue))
@@ -291,6 +294,8 @@ def _worker() -> None:
     die_with_parent()
     torch.set_num_threads(1)
     task = WorkerTask.model_validate_json(sys.stdin.read())
+    if task.crash:
+        os.abort()
     for number, probe in enumerate(task.probes):
         for result in run_probe(task.backend, probe, task.device, task.scale_factor, try_declared=task.try_declared):
             if number and any(reason.message.endswith(IN_ANOTHER_PROCESS) for reason in result.reasons):

@@ -7,7 +7,12 @@ step's token budget goes. Two decisions shape it:
   taken one by one as the cache grows. A running request never lacks a page, so nothing is preempted
   and computed twice, and what a user gets does not depend on who else is being served.
 - *Prompts are cut at fixed places*, multiples of `prefill_chunk`, and the budget decides only how many
-  pieces a step takes. The same prompt goes through the same kernels alone or in a crowd.
+  pieces a step takes. The same prompt goes through the same kernels alone or in a crowd. Pieces that another prompt
+  began with are reused (attention/prefix_cache.py), with the same numbers in them.
+
+A backend that raises is retired, and its part of the step runs again on the next of the chain. A request whose logits
+hold NaN or Inf gives its pages back and is prefilled once more, on other backends; if those give numbers, the first
+backend is retired too. Both count as fallbacks (attention/request_fallback.py).
 
 The scheduler is driven by one thread (`step`, `cancel`, `submit` must not run at the same time) and
 knows nothing of HTTP: `attention.serve.engine` bridges the two.
@@ -17,18 +22,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from attention.cases import Phase, phase_of
-from attention.dispatch import PhaseRun, StepRecord
+from attention.dispatch import BackendFailedError, PhaseRun, StepRecord
 from attention.errors import UserError
+from attention.fallback import FallbackEvent, FallbackRefusedError
 from attention.faults import SLOW_DECODE, slow_decode_pause_s
 from attention.limits import Limits
 from attention.model import Chunk, Runner
+from attention.prefix_cache import Piece, PrefixCache
+from attention.reasons import Reason
+from attention.request_fallback import RequestFallback, not_finite
 from attention.sampling import Sampler, SamplingParams, sample
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
@@ -49,8 +58,11 @@ class Generation:
     submitted: float = field(default_factory=time.perf_counter)
 
     output_ids: list[int] = field(default_factory=list)
+    prefill_ids: tuple[int, ...] = ()  # the prompt; of a request that began again, what it had generated too
     num_cached: int = 0  # tokens whose keys and values are in the cache
+    num_reused: int = 0  # of the prompt's tokens: found in the cache when it was admitted
     block_table: tuple[int, ...] = ()
+    pieces: list[Piece] = field(default_factory=list)  # of the prefix cache; theirs are the first pages of the table
     admitted: float | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -63,13 +75,21 @@ class Generation:
     resolved: dict[Phase, str] = field(default_factory=dict)
     confirmed: dict[Phase, str] = field(default_factory=dict)
     fallback_reasons: list[str] = field(default_factory=list)
+    falls: bool = False  # counted in the fallback budget
+    refused: bool = False  # ended because it would have fallen back and might not
+    avoid: Mapping[str, Reason] = field(default_factory=dict)  # backends that it runs on no more
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.params, self.request_id)
+        self.prefill_ids = self.prompt_ids
+
+    @property
+    def num_prefill(self) -> int:
+        return len(self.prefill_ids)
 
     @property
     def decoding(self) -> bool:
-        return bool(self.output_ids)
+        return self.num_cached >= len(self.prefill_ids)
 
     @property
     def max_cached(self) -> int:
@@ -112,6 +132,9 @@ class StepResult:
 
     tokens: list[tuple[Generation, int]] = field(default_factory=list)
     finished: list[Generation] = field(default_factory=list)
+    fallbacks: list[FallbackEvent] = field(default_factory=list)  # one a request and phase, in its first such step
+    refusals: list[FallbackRefusedError] = field(default_factory=list)
+    backend_failures: list[BackendFailedError] = field(default_factory=list)
     record: StepRecord | None = None  # None when no forward pass succeeded
     failure: Exception | None = None
 
@@ -119,13 +142,24 @@ class StepResult:
 class Scheduler:
     """Decides, runs and books each step on one `Runner`."""
 
-    def __init__(self, runner: Runner, limits: Limits, *, fault: str | None = None) -> None:
+    def __init__(
+        self, runner: Runner, limits: Limits, *, fault: str | None = None, fallback: RequestFallback | None = None
+    ) -> None:
         self._runner = runner
         self._limits = limits
+        self._fallback = fallback or RequestFallback(runner.dispatcher, limits.prefill_chunk)
         self._slow_decode = fault == SLOW_DECODE
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
         self._num_pages = runner.pool.num_free
+        self._prefixes = None
+        if limits.prefix_reuse and limits.prefill_chunk % runner.page_size == 0:
+            self._prefixes = PrefixCache(runner.pool, piece=limits.prefill_chunk, page_size=runner.page_size)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that a request could have now: free ones, and those of prefixes that nobody uses."""
+        return self._runner.pool.num_free + (self._prefixes.num_idle_pages if self._prefixes else 0)
 
     @property
     def num_waiting(self) -> int:
@@ -204,7 +238,7 @@ class Scheduler:
         """
         started = time.perf_counter()
         result = StepResult()
-        self._admit(started)
+        self._admit(started, result)
         try:
             work = self._plan()
         except Exception as error:
@@ -214,10 +248,19 @@ class Scheduler:
         if not work:
             self._refuse_head(result)
             return result
-        try:
-            tokens = self._forward(work)
-        except Exception as error:
-            self._fail([item.generation for item in work], error, result)
+        tokens = None
+        while tokens is None and work:
+            try:
+                tokens = self._forward(work)
+            except BackendFailedError as error:
+                result.backend_failures.append(error)
+                self._fallback.retire(error)
+                self._ask_again(result)
+                work = [item for item in work if item.generation.finish_reason is None]
+            except Exception as error:
+                self._fail([item.generation for item in work], error, result)
+                return result
+        if tokens is None:
             return result
         if self._slow_decode and any(w.generation.decoding and not w.generation.shadow for w in work):
             time.sleep(slow_decode_pause_s(time.perf_counter() - started))
@@ -228,24 +271,73 @@ class Scheduler:
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._runner.page_size)
 
-    def _admit(self, now: float) -> None:
+    def _admit(self, now: float, result: StepResult) -> None:
         """First come, first served: a large request at the head waits for its pages and is not overtaken."""
         promised = sum(self._pages_for(g.max_cached) - len(g.block_table) for g in self._running)
-        available = self._runner.pool.num_free - promised
         while self._waiting and len(self._running) < self._limits.max_running:
-            need = self._pages_for(self._waiting[0].max_cached)
-            if need > available:
+            generation = self._waiting[0]
+            self._reuse(generation)
+            need = self._pages_for(generation.max_cached) - len(generation.block_table)
+            if need > self.num_free_pages - promised:
+                self._give_back(generation)
+                generation.num_cached = 0
                 break
-            available -= need
-            generation = self._waiting.popleft()
+            self._waiting.popleft()
+            if not self._may_run(generation, result):
+                continue
+            promised += need
             generation.admitted = now
             self._running.append(generation)
+
+    def _reuse(self, generation: Generation) -> None:
+        """Take the pieces of its prompt that are in the cache."""
+        if self._prefixes is None:
+            return
+        generation.pieces = self._prefixes.match(generation.prompt_ids)
+        generation.block_table = tuple(page for piece in generation.pieces for page in piece.pages)
+        generation.num_cached = generation.num_reused = len(generation.block_table) * self._runner.page_size
+
+    def _share(self, generation: Generation) -> None:
+        """Let others reuse the pieces of its prompt that it has computed."""
+        piece = self._limits.prefill_chunk
+        if self._prefixes is None or generation.avoid:
+            return
+        while (len(generation.pieces) + 1) * piece <= min(generation.num_cached, len(generation.prompt_ids)):
+            longer = self._prefixes.extend(generation.pieces, generation.prompt_ids, generation.block_table)
+            if longer is generation.pieces:
+                break
+            generation.pieces = longer
+
+    def _give_back(self, generation: Generation) -> None:
+        """All pages of a request, its own and those that it shared."""
+        shared = sum(len(piece.pages) for piece in generation.pieces)
+        self._runner.pool.free(generation.block_table[shared:])
+        if self._prefixes is not None:
+            self._prefixes.release(generation.pieces)
+        generation.pieces, generation.block_table = [], ()
+
+    def _may_run(self, generation: Generation, result: StepResult) -> bool:
+        """Whether it needs no fallback, or there is room for it; who finds none has ended."""
+        try:
+            self._fallback.ask_again(generation)
+        except FallbackRefusedError as error:
+            result.refusals.append(error)
+            generation.refused = True
+            self.cancel(generation, "error", str(error))
+            result.finished.append(generation)
+            return False
+        return True
+
+    def _ask_again(self, result: StepResult) -> None:
+        """A backend was retired: who runs goes on where another may stand in."""
+        for generation in list(self._running):
+            self._may_run(generation, result)
 
     def _refuse_head(self, result: StepResult) -> None:
         """Nothing runs and the head still lacks pages: someone else holds them, waiting would never end."""
         if self._waiting:
             head = self._waiting[0]
-            need, free = self._pages_for(head.max_cached), self._runner.pool.num_free
+            need, free = self._pages_for(head.max_cached), self.num_free_pages
             self.cancel(head, "error", f"{need} cache pages are needed and only {free} can ever be free")
             result.finished.append(head)
 
@@ -258,7 +350,7 @@ class Scheduler:
             if generation.decoding:
                 continue
             start = generation.num_cached
-            piece = generation.prompt_ids[start : start + self._limits.prefill_chunk]
+            piece = generation.prefill_ids[start : start + self._limits.prefill_chunk]
             if len(piece) > budget:
                 break
             budget -= len(piece)
@@ -269,9 +361,11 @@ class Scheduler:
         end = generation.num_cached + len(token_ids)
         missing = self._pages_for(end) - len(generation.block_table)
         if missing > 0:
+            if self._prefixes is not None:
+                self._prefixes.evict(missing - self._runner.pool.num_free)
             generation.block_table += tuple(self._runner.pool.alloc(missing))
-        chunk = Chunk(token_ids=token_ids, start=generation.num_cached, block_table=generation.block_table)
-        samples = end >= len(generation.prompt_ids)
+        chunk = Chunk(token_ids, generation.num_cached, generation.block_table, generation.avoid)
+        samples = end >= len(generation.prefill_ids)
         return _Work(generation, chunk, phase_of(len(token_ids), end), samples)
 
     def _forward(self, work: Sequence[_Work]) -> list[int | None]:
@@ -287,25 +381,47 @@ class Scheduler:
 
     def _book(self, work: Sequence[_Work], tokens: Sequence[int | None], result: StepResult) -> None:
         now = time.perf_counter()
-        ran = {run.phase: run for run in result.record.phases} if result.record else {}
+        record = result.record or StepRecord()
+        for run in record.phases:
+            self._fallback.note(run)
         drawn = iter(tokens)
-        for item in work:
+        for item, run in zip(work, record.members, strict=True):
             generation = item.generation
+            decoded = generation.decoding
             generation.num_cached += len(item.chunk.token_ids)
-            _note_execution(generation, ran.get(item.phase))
-            if generation.decoding:
+            result.fallbacks += _noted(generation, run)
+            if decoded:
                 generation.num_decode_steps += 1
                 generation.num_decode_peers += len(work)
+            else:
+                self._share(generation)
             if item.samples:
-                self._accept(generation, next(drawn), now, result)
+                self._accept(generation, next(drawn), run, now, result)
         self._running = [g for g in self._running if g.finish_reason is None]
+        self._blame([item.generation for item in work], result)
 
-    def _accept(self, generation: Generation, token: int | None, now: float, result: StepResult) -> None:
+    def _blame(self, generations: Sequence[Generation], result: StepResult) -> None:
+        """Retire backends whose logits held no numbers where others, on the same tokens, gave some."""
+        blamed = {
+            name
+            for generation in generations
+            if generation.avoid and generation.decoding and generation.num_nonfinite == 1
+            for name in generation.avoid
+        }
+        for name in sorted(blamed - self._runner.dispatcher.retired.keys()):
+            self._fallback.retire_for_numbers(name)
+            if self._prefixes is not None:
+                self._prefixes.clear()  # they may hold what that backend gave
+            self._ask_again(result)
+
+    def _accept(self, generation: Generation, token: int | None, run: PhaseRun, now: float, result: StepResult) -> None:
         if token is None:
             generation.num_nonfinite += 1
-            position = len(generation.output_ids)
-            self._end(generation, "error", f"the logits of output token {position} hold NaN or Inf")
-            result.finished.append(generation)
+            if not self._begin_again(generation, run, result):
+                position = len(generation.output_ids)
+                also = f", on {run.resolved} as on {', '.join(generation.avoid)}" if generation.avoid else ""
+                self._end(generation, "error", f"the logits of output token {position} hold NaN or Inf{also}")
+                result.finished.append(generation)
             return
         generation.output_ids.append(token)
         generation.first_token = generation.first_token or now
@@ -318,6 +434,23 @@ class Scheduler:
         if generation.finish_reason is not None:
             result.finished.append(generation)
 
+    def _begin_again(self, generation: Generation, run: PhaseRun, result: StepResult) -> bool:
+        """Free the pages of a request without numbers and have it prefilled again, on other backends; False for one
+        that did so before, or may not fall back."""
+        if generation.avoid:
+            return False
+        generation.avoid = {run.resolved: not_finite()}
+        cached, generation.num_cached = generation.num_cached, 0
+        try:
+            self._fallback.ask_again(generation)
+        except FallbackRefusedError as error:
+            result.refusals.append(error)
+            generation.avoid, generation.num_cached = {}, cached
+            return False
+        self._give_back(generation)
+        generation.prefill_ids = (*generation.prompt_ids, *generation.output_ids)
+        return True
+
     def _fail(self, generations: Sequence[Generation], error: Exception, result: StepResult) -> None:
         result.failure = error
         for generation in list(generations):
@@ -327,16 +460,16 @@ class Scheduler:
     def _end(self, generation: Generation, reason: FinishReason, error: str | None = None) -> None:
         generation.finish_reason, generation.error = reason, error
         generation.finished = time.perf_counter()
-        if generation.block_table:
-            self._runner.pool.free(generation.block_table)
-            generation.block_table = ()
+        self._give_back(generation)
 
 
-def _note_execution(generation: Generation, run: PhaseRun | None) -> None:
-    """What the execution layer says about this request's part of the step."""
-    if run is None:
-        return
+def _noted(generation: Generation, run: PhaseRun) -> list[FallbackEvent]:
+    """Book what the execution layer says about this request's part of the step; the fallback, if it is a new one."""
+    is_new = run.fallback is not None and generation.resolved.get(run.phase) != run.resolved
     generation.resolved[run.phase] = run.resolved
     generation.confirmed[run.phase] = run.confirmed
-    if run.fallback is not None and run.fallback.reason not in generation.fallback_reasons:
+    if run.fallback is None:
+        return []
+    if run.fallback.reason not in generation.fallback_reasons:
         generation.fallback_reasons.append(run.fallback.reason)
+    return [run.fallback] if is_new else []

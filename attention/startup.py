@@ -1,20 +1,25 @@
 """Start-up of a process that serves or measures: probe, resolve the chain, load, fingerprint.
 
 The order is the document's: before Ready, every backend of the policy is probed; one that fails gives
-way to the next validated one, with an event and its reasons. With none left, `prepare` raises with
-the whole explanation and the instance stays unready.
+way to the next validated one, with an event and its reasons. So does one that a basic replay of the model, where it is
+asked for, finds less exact than plain math. With none left, `prepare` raises with the whole explanation and the
+instance stays unready.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from attention import basic_replay
+from attention.backends.base import Backend
+from attention.basic_replay import Replayed
+from attention.cases import Phase
 from attention.dispatch import Dispatcher, FallbackEvent
-from attention.faults import WRONG_SCALE, check_fault
+from attention.faults import PROBE_CRASH, WRONG_SCALE, check_fault, faulty
 from attention.fingerprint import Fingerprint, fingerprint
 from attention.job import Setup
 from attention.model import specs_of
@@ -22,11 +27,16 @@ from attention.model_config import resolve_dtype
 from attention.policy import Policy, load_policy
 from attention.probe import ProbeResult, ProbeSet, failed_reasons, probes_of
 from attention.probe_workers import probe_all
+from attention.reasons import Reason
 
 if TYPE_CHECKING:
     from attention.model import Runner
 
 WRONG_SCALE_FACTOR = 1.05
+
+#: Backends that failed while an earlier process of this instance served.
+Retired = Mapping[str, Reason]
+_NONE: Retired = {}
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,7 @@ class Started:
     probes: list[ProbeResult]
     policy: Policy
     seconds: float
+    replayed: Replayed | None = None  # of the basic replay, where it was asked for
 
 
 def scale_factor(fault: str | None) -> float:
@@ -54,8 +65,10 @@ def probe(
     backends: tuple[str, ...] | None = None,
     jobs: int = 2,
     try_declared: bool = False,
+    crash: str | None = None,
 ) -> list[ProbeResult]:
-    """Probe every backend that the policy names (or those given), for every kind of layer of the model."""
+    """Probe every backend that the policy names (or those given), for every kind of layer of the model. In a drill the
+    process that probes `crash` dies."""
     policy, dtype = load_policy(setup.policy), resolve_dtype(setup.dtype, setup.device)
     kinds = list(dict.fromkeys(specs_of(setup.model, dtype)))
     probes = [
@@ -69,23 +82,41 @@ def probe(
         timeout_s=timeout_s,
         jobs=jobs,
         try_declared=try_declared,
+        crash=crash,
     )
 
 
 def decide(
-    setup: Setup, probes: list[ProbeResult], on_event: Callable[[FallbackEvent], None] = lambda event: None
+    setup: Setup,
+    probes: list[ProbeResult],
+    on_event: Callable[[FallbackEvent], None] = lambda event: None,
+    *,
+    retired: Retired = _NONE,
+    on_confirmation: Callable[[Phase, float], None] = lambda phase, added_s: None,
 ) -> Dispatcher:
-    """The dispatcher that those probes allow. Raises UserError when a phase has no backend left."""
+    """The dispatcher that those probes allow, without what was retired in an earlier life of this instance. Raises
+    UserError when a phase has no backend left."""
     dtype = resolve_dtype(setup.dtype, setup.device)
-    return Dispatcher(
+    observed = failed_reasons(probes)
+    for name, reason in retired.items():
+        observed.setdefault(name, []).append(reason)
+
+    def wrap(backend: Backend) -> Backend:
+        # A drill's fault stays with its backend when that one has been retired.
+        return faulty(backend, setup.fault, next(iter(retired), dispatcher.chosen["decode"]))
+
+    dispatcher = Dispatcher(
         load_policy(setup.policy),
         specs_of(setup.model, dtype),
         device=setup.device,
         page_size=setup.page_size,
-        observed=failed_reasons(probes),
+        observed=observed,
         scale_factor=scale_factor(setup.fault),
+        wrap=wrap,
         on_event=on_event,
+        on_confirmation=on_confirmation,
     )
+    return dispatcher
 
 
 def identify(setup: Setup, dispatcher: Dispatcher | None = None) -> Fingerprint:
@@ -129,15 +160,35 @@ def load(setup: Setup, dispatcher: Dispatcher) -> Runner:
     )
 
 
-def prepare(setup: Setup, on_event: Callable[[FallbackEvent], None] = lambda event: None) -> Started:
-    """Probe, resolve, load. Raises UserError when no backend is left, a model or a policy is wrong."""
+def prepare(
+    setup: Setup,
+    on_event: Callable[[FallbackEvent], None] = lambda event: None,
+    *,
+    retired: Retired = _NONE,
+    with_replay: bool = False,
+    on_confirmation: Callable[[Phase, float], None] = lambda phase, added_s: None,
+) -> Started:
+    """Probe, resolve, load, replay. Raises UserError when no backend is left, a model or a policy is wrong."""
     started = time.perf_counter()
+    declared = decide(setup, [], retired=retired)
+    crash = declared.chosen["decode"] if setup.fault == PROBE_CRASH else None
+    backends = tuple(name for name in declared.policy.backends() if name not in retired)
     # The probes run in workers; the weights are read meanwhile, under the chain that the matrix alone allows.
     with ThreadPoolExecutor(max_workers=1) as pool:
-        probing = pool.submit(probe, setup)
-        runner = load(setup, decide(setup, []))
+        probing = pool.submit(probe, setup, backends=backends, crash=crash)
+        runner = load(setup, declared)
         probes = probing.result()
-    dispatcher = runner.dispatcher = decide(setup, probes, on_event)
+    replayed = None
+    while True:
+        dispatcher = runner.dispatcher = decide(
+            setup, probes, on_event, retired=retired, on_confirmation=on_confirmation
+        )
+        if not with_replay:
+            break
+        replayed = basic_replay.replay(runner, specs_of(setup.model, resolve_dtype(setup.dtype, setup.device)))
+        if (reason := replayed.reason()) is None:
+            break
+        retired = {**retired, **dict.fromkeys(dispatcher.resolved.values(), reason)}
     return Started(
         runner=runner,
         dispatcher=dispatcher,
@@ -145,4 +196,5 @@ def prepare(setup: Setup, on_event: Callable[[FallbackEvent], None] = lambda eve
         probes=probes,
         policy=dispatcher.policy,
         seconds=time.perf_counter() - started,
+        replayed=replayed,
     )

@@ -97,7 +97,7 @@ def run(job: StressJob, say: Callable[[str], None]) -> Row:
 def bounded(limits: Limits, max_running: int) -> Limits:
     """The instance's limits with another bound on running requests, and room in a step for them and a prompt."""
     room = max(limits.max_step_tokens, max_running + limits.prefill_chunk)
-    return replace(limits, max_running=max_running, max_step_tokens=room)
+    return replace(limits, max_running=max_running, max_step_tokens=room, prefix_reuse=False)
 
 
 def fitting(runner: Runner, limits: Limits, lengths: Sequence[Length]) -> tuple[list[Length], float]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attention.drift import Drift
 from attention.matrix import KnownBad
-from attention.policy import Resolution
+
+if TYPE_CHECKING:  # torch, which the matrix is shown without
+    from attention.chains import Chain
 
 _WIDTH = 80
 _NAME = 20  # of a dimension or a probe, beside its text
@@ -49,18 +51,23 @@ def drift(found: Iterable[Drift]) -> list[str]:
     return lines
 
 
-def chains(found: Iterable[Resolution]) -> list[str]:
-    """What a policy resolved to; phases of which the same is said together."""
-    phases: dict[tuple[str, ...], list[str]] = {}
+def chains(found: Iterable[Chain]) -> list[str]:
+    """What a policy comes to; what is the same of several phases and lengths is said together."""
+    told: dict[tuple[str, ...], dict[tuple[str, str], list[str]]] = {}
     for one in found:
         lines = [f"requested {one.requested}, chain {' > '.join(one.chain) or 'none'}"]
         for name, why in one.excluded.items():
             lines += [f"  left out {name}", *(part for reason in why for part in _entry("", str(reason), indent=4))]
-        phases.setdefault(tuple(lines), []).append(one.phase)
+        where = ("{} to {} keys".format(*one.kv_len), ", ".join(one.features) or "no features")
+        told.setdefault(tuple(lines), {}).setdefault(where, []).append(one.phase)
     return [
         line
-        for (first, *others), names in phases.items()
-        for line in (*textwrap.wrap(f"{', '.join(names)}: {first}", _WIDTH, subsequent_indent="  "), *others)
+        for (first, *others), places in told.items()
+        for line in (
+            *(f"{', '.join(phases)}, {kv_len}, {features}:" for (kv_len, features), phases in places.items()),
+            *textwrap.wrap(f"  {first}", _WIDTH, subsequent_indent="    "),
+            *others,
+        )
     ]
 
 

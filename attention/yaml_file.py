@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,25 @@ def read_yaml(path: Path) -> Any:
         raise UserError(f"{path}: not YAML that can be used: nested too deeply") from error
     except Exception as error:  # `2024-99-99` or `!!int x` raises whatever the constructor of that type does
         raise UserError(f"{path}: not YAML: {str(error)[:400] or type(error).__name__}") from error
+
+
+def line_of(path: Path, keys: Sequence[str | int]) -> int | None:
+    """The line, from 1, at which the value under these keys and places is named in a YAML file: of as many of them as
+    are there. None for a file that cannot be read, or keys of which none is there."""
+    try:
+        node: Any = yaml.compose(path.read_text(encoding="utf-8"), _UniqueKeys)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
+    line = None
+    for key in keys:
+        found = None
+        if isinstance(node, yaml.MappingNode):
+            found = next(((name, value) for name, value in node.value if name.value == str(key)), None)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(key, int) and 0 <= key < len(node.value):
+            found = (node.value[key], node.value[key])
+        if found is not None:  # else a part that is no key, such as the branch of a union
+            line, node = found[0].start_mark.line + 1, found[1]
+    return line
 
 
 def read_json(path: Path) -> Any:

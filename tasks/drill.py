@@ -107,9 +107,9 @@ def _expected(plan: DrillPlan) -> tuple[gate.Expected, ...]:
     tensor = tuple(gate.Expected(kind.name, f"tensor.{kind.check}") for kind in KINDS)
     if plan.whole is None:
         return tensor
-    from tasks import drill_release
+    from tasks import drill_release, drill_serving
 
-    return tensor + drill_release.expected(plan)
+    return tensor + drill_release.expected(plan) + drill_serving.expected()
 
 
 def _check_name(without: str | None, expected: Iterable[gate.Expected]) -> None:
@@ -138,9 +138,10 @@ def _runs(plan: DrillPlan, planned: list[Draw], seed: int, without: str | None, 
     with mapped(min(len(os.sched_getaffinity(0)), len(planned))) as spread:
         each = spread(judge, planned)
         if plan.whole is not None:  # beside the draws
-            from tasks import drill_release
+            from tasks import drill_release, drill_serving
 
             found += drill_release.runs(plan, seed, without, say)
+            found += drill_serving.runs(plan.whole.model, without, say)
         for done, runs in enumerate(each, start=1):
             found += runs
             if done % max(1, len(planned) // 12) == 0 or done == len(planned):

@@ -125,8 +125,8 @@ def with_port(command: list[str], port: int) -> list[str]:
 def wait_ready(instance: Instance, timeout_s: float) -> dict[str, Any]:
     """Ask `/health` until it answers 200, and return its body.
 
-    Raises ProcessError when the process dies (with the end of its log) or is not ready after
-    `timeout_s` seconds (with what it answered last, which names the reasons).
+    Raises ProcessError when the process dies (with the end of its log), says that it cannot start, or is not ready
+    after `timeout_s` seconds (with what it answered last, which names the reasons).
     """
     deadline = time.monotonic() + timeout_s
     answer: tuple[int, dict[str, Any]] | None = None
@@ -136,6 +136,8 @@ def wait_ready(instance: Instance, timeout_s: float) -> dict[str, Any]:
         answer = ask_health(instance.port) or answer
         if answer is not None and answer[0] == http.client.OK:
             return answer[1]
+        if answer is not None and answer[1].get("failed"):
+            raise ProcessError(f"{instance.name} cannot start: {'; '.join(map(str, answer[1].get('reasons', ())))}")
         if time.monotonic() >= deadline:
             said = "nothing" if answer is None else f"{answer[0]} {json.dumps(answer[1])}"
             raise ProcessError(f"{instance.name} was not ready after {timeout_s:g} s; /health answered {said}")

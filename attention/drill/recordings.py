@@ -21,9 +21,10 @@ from attention.drill.backends import Emulated
 from attention.drill.emulator import EXACT
 from attention.drill.kernel import Fault, run
 from attention.drill.plan import Draw, DrillPlan, Shape
-from attention.drill.whole import SOUND, FaultyRunner, ModelFault, OracleDispatcher
+from attention.drill.whole import SOUND, FaultyRunner, ModelFault
 from attention.job import BusinessPlan, ModelPlan, Prompt, Setup, TensorPlan
 from attention.model import specs_of
+from attention.oracle_dispatcher import OracleDispatcher
 from attention.replay import business, compare, floor, model, prompts, tensor
 from attention.replay.problems import make
 from attention.replay.states import MODES, Manifest, States, positions

@@ -16,9 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from attention.backends.base import AttentionSpec, Batch, Planned
-from attention.backends.oracle import OracleBackend
-from attention.dispatch import PHASES, StepRecord
+from attention.backends.base import AttentionSpec
 from attention.model import Chunk, Runner
 
 
@@ -91,30 +89,6 @@ class FaultyRunner(Runner):
         if self._fault.rotary_shift and max(self._q_lens) == 1:
             kwargs["position_ids"] = kwargs["position_ids"] + self._fault.rotary_shift
         return args, kwargs
-
-
-class OracleDispatcher:
-    """The float64 oracle in a dispatcher's place."""
-
-    def __init__(self, specs: list[AttentionSpec]) -> None:
-        self.specs, self.device = specs, "cpu"
-        self.resolved = self.confirmed = dict.fromkeys(PHASES, "oracle")
-        self._planned: dict[AttentionSpec, Planned] = {}
-        self._batch: Batch | None = None
-
-    def plan(self, batch: Batch) -> None:
-        self._planned, self._batch = {}, batch
-
-    def run(self, layer: int, q_THD: torch.Tensor, k_NPGD: torch.Tensor, v_NPGD: torch.Tensor) -> torch.Tensor:
-        spec = self.specs[layer]
-        if spec not in self._planned:
-            assert self._batch is not None, "a step is planned before it runs"
-            self._planned[spec] = OracleBackend().plan(self._batch, spec, lse=False)
-        return self._planned[spec].run(q_THD, k_NPGD, v_NPGD)[0]
-
-    def last_step(self) -> StepRecord:
-        """Nothing to confirm: no kernel ran."""
-        return StepRecord()
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def answer(
     runner: Runner, plan: BusinessPlan, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Answers:
     """Answer every prompt of the plan, at most `plan.batch` at a time."""
-    scheduler = Scheduler(runner, Limits(max_running=plan.batch, max_queue=len(plan.prompts)))
+    scheduler = Scheduler(runner, Limits(max_running=plan.batch, max_queue=len(plan.prompts), prefix_reuse=False))
     generations: list[Generation] = []
     for prompt in plan.prompts:
         params = SamplingParams(max_tokens=prompt.max_tokens, temperature=0.0)

@@ -141,7 +141,7 @@ class _Handlers:
     def _require_ready(self) -> None:
         # A model whose steps fail is still tried: only a step that succeeds can make it ready again.
         engine = self._service.engine
-        if self._service.draining or engine.started is None or not engine.alive:
+        if self._service.draining or engine.started is None or not engine.alive or engine.over_budget is not None:
             raise self._not_ready()
 
     def _require_model(self, name: str) -> None:

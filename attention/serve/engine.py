@@ -1,13 +1,15 @@
 """The engine thread: starts the model, then steps the scheduler, and hands text to the event loop.
 
 Everything that touches the model runs on this one thread, from the start-up probes to the last step.
-The event loop submits and cancels through an inbox; text goes back once a step, in one call.
+The event loop submits and cancels through an inbox; text goes back once a step, in one call. While nobody asks, the
+execution layer is asked again what the backends run, so that no user's step is held up by that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,10 +17,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention import faults
+from attention.confirmations import CONFIRMATION_TTL_S
+from attention.dispatch import BackendFailedError
+from attention.fallback import FallbackRefusedError
 from attention.limits import Limits
 from attention.model import Chunk, Runner
+from attention.request_fallback import RequestFallback
 from attention.scheduler import FinishReason, Generation, QueueFullError, Scheduler, StepResult
 from attention.serve.detokenize import Detokenizer
+from attention.serve.fallbacks import FallbackNotice
 from attention.serve.log import event
 from attention.serve.metrics import Metrics
 
@@ -29,6 +37,8 @@ SHUTTING_DOWN = "the server is shutting down"
 CLIENT_GONE_TEXT = "the client went away"
 # A device that fails this many steps in a row has likely lost its context: say so in /health.
 FAILING_STEPS = 3
+# How often an idle engine looks whether a confirmation grows old, and what is old then.
+IDLE_S, OLD_S = 5.0, CONFIRMATION_TTL_S / 3
 
 
 @dataclass(eq=False)
@@ -62,6 +72,7 @@ class Engine:
         prepare: Callable[[], Started],
         limits: Limits,
         metrics: Metrics,
+        notice: FallbackNotice,
         *,
         fault: str | None = None,
         on_change: Callable[[], None] = lambda: None,
@@ -70,8 +81,11 @@ class Engine:
         self.started: Started | None = None
         self.failure: Exception | None = None
         self.num_failed_steps = 0  # in a row
+        self.fallback: RequestFallback | None = None
+        self._step_began: float | None = None
         self._prepare = prepare
         self._metrics = metrics
+        self._notice = notice
         self._fault = fault
         self._on_change = on_change
         self._scheduler: Scheduler | None = None
@@ -110,9 +124,11 @@ class Engine:
 
     @property
     def kv_pages(self) -> dict[str, int]:
-        """Pages of the KV cache, free and in all; without a request under way all are free, or some leaked."""
-        pool = self.started.runner.pool if self.started else None
-        return {"free": pool.num_free, "total": pool.num_pages} if pool else {}
+        """Pages of the KV cache, free and in all; without a request under way all are free, or some leaked. Prefixes
+        that nobody uses count as free."""
+        if self.started is None or self._scheduler is None:
+            return {}
+        return {"free": self._scheduler.num_free_pages, "total": self.started.runner.pool.num_pages}
 
     @property
     def num_running(self) -> int:
@@ -131,14 +147,59 @@ class Engine:
         return self._scheduler.largest_answer(num_prompt_tokens)
 
     def submit(self, ticket: Ticket) -> None:
-        """Queue a request that `check` lets through. Raises QueueFullError when the queue is full."""
+        """Queue a request that `check` lets through. Raises QueueFullError when the queue is full, FallbackRefusedError
+        for one that would have to fall back and may not."""
         with self._wake:
             if self._stopping:
                 raise QueueFullError(SHUTTING_DOWN)
             if self.num_waiting >= self.limits.max_queue:
                 raise QueueFullError(f"{self.num_waiting} requests wait already; try again later")
+            self._take(ticket.generation)
             self._inbox.append(ticket)
             self._wake.notify()
+
+    def _take(self, generation: Generation) -> None:
+        assert self.fallback is not None and self.started is not None
+        try:
+            advice = self.fallback.take(generation)
+        except FallbackRefusedError as error:
+            self._notice.refused(str(error))
+            raise
+        if advice is not None:
+            self._notice.advise(advice)
+
+    @property
+    def over_budget(self) -> str | None:
+        """Why the policy has drained this instance: its budget was exceeded once. None where it has not."""
+        if self.started is None or self.fallback is None:
+            return None
+        drains = self.started.dispatcher.policy.runtime_fallback_budget.on_exceeded == "drain"
+        return self.fallback.exceeded if drains else None
+
+    def step_seconds(self) -> float:
+        """How long the present step has been running; 0.0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    @property
+    def at_work(self) -> tuple[str, ...]:
+        """Backends that may be what the present step waits for: the one whose call is under way, else, on a device that
+        works on after calls have returned, those of the step."""
+        if self.started is None:
+            return ()
+        dispatcher = self.started.dispatcher
+        if dispatcher.at_work is not None:
+            return (dispatcher.at_work,)
+        is_async = self.started.runner.device.startswith("cuda")
+        return tuple({run.resolved for run in dispatcher.last_step().phases}) if is_async else ()
+
+    def abandon(self, error: str) -> None:
+        """End every request from the event loop, for an engine thread that never comes back from a step."""
+        self._stopping = True
+        for ticket in [*self._tickets.values(), *self._inbox]:
+            if ticket.generation.finish_reason is None:
+                ticket.generation.finish_reason, ticket.generation.error = "error", error
+            ticket.pieces.put_nowait(None)
 
     def cancel(self, ticket: Ticket) -> None:
         """Drop a request whose client has gone; nothing for one that has ended."""
@@ -153,7 +214,10 @@ class Engine:
             started = self._prepare()
             self._metrics.observe_startup(dtype=str(started.runner.dtype).removeprefix("torch."), probes=started.probes)
             warm_up(started.runner)
-            self._scheduler = Scheduler(started.runner, self.limits, fault=self._fault)
+            dispatcher = started.dispatcher
+            self.fallback = RequestFallback.of(dispatcher, dispatcher.policy, self.limits.prefill_chunk)
+            self._scheduler = Scheduler(started.runner, self.limits, fault=self._fault, fallback=self.fallback)
+            faults.arm()
             self.started = started
         except Exception as error:
             self.failure = error
@@ -168,7 +232,8 @@ class Engine:
         """Wait for work, run one step, deliver; False when it is time to stop."""
         with self._wake:
             while not (self._stopping or self._inbox or self._cancelled or scheduler.has_work):
-                self._wake.wait()
+                if not self._wake.wait(IDLE_S):
+                    break
             stopping = self._stopping
             cancelled, self._cancelled = self._cancelled, []
             self._accept(scheduler)
@@ -177,8 +242,10 @@ class Engine:
             self._end(scheduler, ticket, "cancelled", CLIENT_GONE_TEXT, delivery)
         if stopping:
             self._end_all(scheduler, "cancelled", SHUTTING_DOWN, delivery)
-        else:
+        elif scheduler.has_work:
             self._step(scheduler, delivery)
+        else:
+            self._confirm_idle()
         if delivery.pieces and self._loop is not None:
             self._loop.call_soon_threadsafe(delivery)
         return not stopping
@@ -189,17 +256,41 @@ class Engine:
             scheduler.submit(ticket.generation)
         self._inbox.clear()
 
+    def _confirm_idle(self) -> None:
+        assert self.started is not None and self.fallback is not None
+        self._step_began = time.monotonic()
+        try:
+            self.started.runner.confirm_idle(OLD_S)
+        except BackendFailedError as error:
+            self._backend_failed(error)
+            self.fallback.retire(error)
+        finally:
+            self._step_began = None
+
+    def _backend_failed(self, error: BackendFailedError) -> None:
+        event(
+            "backend_raised",
+            severity="critical",
+            backend=error.backend,
+            phase=error.phase,
+            error=str(error),
+            traceback=traceback.format_exception(error),
+        )
+
     def _step(self, scheduler: Scheduler, delivery: _Delivery) -> None:
+        self._step_began = time.monotonic()
         try:
             result = scheduler.step()
             self._note(result)
-            self._take(scheduler, result, delivery)
+            self._deliver(scheduler, result, delivery)
         except Exception as error:
             # Not the model but our own book-keeping failed: leave no request in an unknown state.
             self._note(StepResult(finished=list(self._tickets), failure=error))
             self._end_all(scheduler, "error", "internal error", delivery)
+        finally:
+            self._step_began = None
 
-    def _take(self, scheduler: Scheduler, result: StepResult, delivery: _Delivery) -> None:
+    def _deliver(self, scheduler: Scheduler, result: StepResult, delivery: _Delivery) -> None:
         for generation, token in result.tokens:
             ticket = self._tickets[generation]
             if not ticket.incremental:
@@ -213,6 +304,12 @@ class Engine:
             self._finish(self._tickets.pop(generation), delivery)
 
     def _note(self, result: StepResult) -> None:
+        for fallback in result.fallbacks:
+            self._notice(fallback)
+        for error in result.backend_failures:
+            self._backend_failed(error)
+        for refusal in result.refusals:
+            self._notice.refused(str(refusal))
         if result.record is not None:
             self.num_failed_steps = 0
             self._metrics.observe_step(result.record)

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from attention.fallback import FallbackRefusedError
 from attention.scheduler import FinishReason, Generation, QueueFullError
 from attention.serve.engine import CLIENT_GONE_TEXT, SHUTTING_DOWN, Ticket
 from attention.serve.protocol import DONE, Answer, ApiError, server_event, usage_of
@@ -59,6 +60,10 @@ class Exchange:
             self._generation.finish_reason, self._generation.error = "error", str(error)
             self.close(429)
             raise ApiError(429, str(error), code="queue_full") from error
+        except FallbackRefusedError as error:
+            self._generation.finish_reason, self._generation.error = "error", str(error)
+            self.close(503)
+            raise ApiError(503, str(error), code="fallback_refused") from error
 
     async def whole(self, request: Request) -> dict[str, Any]:
         """The complete answer. Raises ApiError where there is none."""
@@ -119,6 +124,8 @@ class Exchange:
         generation = self._generation
         if generation.finish_reason == "cancelled":
             raise ApiError(503, generation.error or "cancelled", code="cancelled")
+        if generation.refused:
+            raise ApiError(503, str(generation.error), code="fallback_refused")
         if generation.finish_reason == "error":
             text = f"request {self._call.request_id} failed: {generation.error}"
             raise ApiError(500, text, code="generation_failed")

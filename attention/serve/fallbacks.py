@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 
-from attention.dispatch import FallbackEvent
+from attention.fallback import FallbackEvent, PoolAdvice
 from attention.serve.log import event
 from attention.serve.metrics import Metrics
 from attention.serve.request_log import RequestLog
 
 # A fallback that lasts repeats with every step; the metric has the count.
 REPEAT_S = 60.0
+_SEVERITIES = {"backend_failed": "critical", "backend_mismatch": "critical"}
 
 
 class FallbackNotice:
@@ -21,15 +23,13 @@ class FallbackNotice:
         self._metrics = metrics
         self._log = log
         self._emit = emit
-        self._told: dict[tuple[str, str, str, str, str], float] = {}
+        self._told: dict[tuple[str, ...], float] = {}
 
     def __call__(self, fallback: FallbackEvent) -> None:
         self._metrics.observe_fallback(fallback)
         key = (fallback.kind, fallback.phase, fallback.from_backend, fallback.to_backend, fallback.reason)
-        now = time.monotonic()
-        if not self._emit or now - self._told.get(key, float("-inf")) < REPEAT_S:
+        if not self._emit or not self._is_due(key):
             return
-        self._told[key] = now
         detail = {
             "phase": fallback.phase,
             "from": fallback.from_backend,
@@ -37,5 +37,25 @@ class FallbackNotice:
             "reasons": [reason.model_dump(mode="json") for reason in fallback.reasons],
         }
         message = f"{fallback.phase}: {fallback.from_backend} gave way to {fallback.to_backend}"
-        event(fallback.kind, severity="warning", message=message, **detail)
-        self._log.add_event(fallback.kind, "warning", fallback.from_backend, message, detail)
+        severity = _SEVERITIES.get(fallback.kind, "warning")
+        event(fallback.kind, severity=severity, message=message, **detail)
+        self._log.add_event(fallback.kind, severity, fallback.from_backend, message, detail)
+
+    def refused(self, why: str) -> None:
+        """A request would have had to fall back, and the policy had no room for it."""
+        if self._is_due(("fallback_refused",)):
+            event("fallback_refused", severity="critical", message=why)
+            self._log.add_event("fallback_refused", "critical", "fallback budget", why, {})
+
+    def advise(self, advice: PoolAdvice) -> None:
+        """A class of requests keeps falling back."""
+        detail = {**asdict(advice.fallen), "num": advice.num, "share": advice.share, "added_s": advice.added_s}
+        event("fallback_class", severity="warning", message=str(advice), **detail)
+        self._log.add_event("fallback_class", "warning", advice.fallen.bucket, str(advice), detail)
+
+    def _is_due(self, key: tuple[str, ...]) -> bool:
+        now = time.monotonic()
+        if now - self._told.get(key, float("-inf")) < REPEAT_S:
+            return False
+        self._told[key] = now
+        return True

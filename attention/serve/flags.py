@@ -15,14 +15,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `python -m attention serve`."""
     parser.add_argument("--model", type=Path, required=True, help="folder of a transformers causal LM")
     parser.add_argument("--policy", type=Path, required=True, help="attention policy (YAML)")
-    parser.add_argument("--port", type=int, required=True, help=f"port on {HOST}")
-    parser.add_argument("--release-id", required=True, help="release that this instance serves under")
-    parser.add_argument("--side", choices=("champion", "control", "candidate"), required=True)
-    parser.add_argument("--instance", required=True, help="name of this process in rows and headers")
-    parser.add_argument("--lake", type=Path, required=True, help="evidence lake that rows are written to")
+    parser.add_argument("--port", type=int, default=8080, help=f"port on {HOST} (default: %(default)s)")
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="before it is ready, replay a few texts: backends less exact than plain math give way",
+    )
+    parser.add_argument("--release-id", default="alone", help="release that it serves under (default: %(default)s)")
+    parser.add_argument("--side", choices=("champion", "control", "candidate"), default="champion")
+    parser.add_argument("--instance", default="serve-1", help="its name in rows and headers (default: %(default)s)")
+    parser.add_argument(
+        "--lake", type=Path, default=Path("data/lake"), help="evidence lake for its rows (default: %(default)s)"
+    )
     parser.add_argument("--gpu", default="cpu", help="GPU model as records name it; cpu without one")
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument(
+        "--step-timeout-s",
+        type=float,
+        default=120.0,
+        help="a step that takes longer hangs: the process begins anew without its backend (default: %(default)g)",
+    )
+    # For a process that begins anew.
+    parser.add_argument("--retired", action="append", default=[], help=argparse.SUPPRESS)
+    parser.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--fault", help=f"drill only: {', '.join(FAULTS)}")
 
 

@@ -1,8 +1,9 @@
 """`python -m attention serve`: one instance, from its flags to its last row.
 
 Listens at once, so that /health can say why it is not ready, then starts the model on the engine
-thread. SIGTERM stops admitting, lets what is in flight finish for ten seconds, writes the rows and
-exits 0; Ctrl-C does the same and exits 130.
+thread. Where the policy leaves no backend it stays, unready, and says why. Where a backend hangs it begins
+anew: the same process, port and queue of connections, without that backend. SIGTERM stops admitting, lets what
+is in flight finish for ten seconds, writes the rows and exits 0; Ctrl-C does the same and exits 130.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ import os
 import re
 import signal
 import socket
+import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import uvicorn
 
 from attention import confirm
-from attention.errors import UserError
+from attention.backends import NAMES
+from attention.dispatch import NoBackendError
+from attention.errors import UserError, nearest
 from attention.faults import FAULTS, check_fault
 from attention.fingerprint import node
+from attention.flags import check_seconds
 from attention.job import Setup
 from attention.model_config import read_config
 from attention.policy import load_policy
+from attention.reasons import Code, Reason
 from attention.serve.app import DRAIN_S, create_app
 from attention.serve.engine import Engine
 from attention.serve.fallbacks import FallbackNotice
@@ -42,6 +48,8 @@ __all__ = ["add_arguments", "run"]
 # Longer than a proxy's idle timeout (Envoy: one hour): whoever closes first must be the proxy, or it
 # sends a request into a connection that is just being closed.
 KEEP_ALIVE_S = 3700
+# Between the answers to those whose backend hangs and the end of this life of the process.
+GOODBYE_S = 0.5
 
 
 class _Server(uvicorn.Server):
@@ -63,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
         event("fault_injected", severity="critical", fault=args.fault, effect=FAULTS[args.fault])
     # The profiler that confirms backends must be started first on the main thread, or it complains.
     confirm.watch(lambda: None)
-    return _Process(args, _bind(args.port)).run()
+    listener = socket.socket(fileno=args.listen_fd) if args.listen_fd is not None else _bind(args.port)
+    return _Process(args, listener).run()
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -78,6 +87,20 @@ def _check(args: argparse.Namespace) -> None:
             raise UserError(f"{flag} {text!r}: it goes into response headers and file names; write {allowed}")
     if args.threads < 1:
         raise UserError(f"--threads {args.threads}: at least 1")
+    check_seconds("--step-timeout-s", args.step_timeout_s)
+    for name in retired_of(args.retired):
+        if name not in NAMES:
+            raise UserError(f"--retired {name}: no backend; {nearest(name, NAMES)}")
+
+
+def retired_of(flags: list[str]) -> Mapping[str, Reason]:
+    """`NAME=TEXT` of an earlier life of this process, by backend."""
+    return {
+        name: Reason(
+            code=Code.TIMEOUT, dimension="step", observed=text, allowed="a result", source="serving", message=text
+        )
+        for name, _, text in (flag.partition("=") for flag in flags)
+    }
 
 
 def _bind(port: int) -> socket.socket:
@@ -122,8 +145,14 @@ class _Process:
         log = RequestLog(args.lake, instance)
         notice = FallbackNotice(metrics, log, emit=load_policy(args.policy).emit_fallback_event)
         engine = Engine(
-            lambda: prepare(setup, notice), setup.limits, metrics, fault=args.fault, on_change=self._on_change
+            lambda: prepare(setup, notice, retired=retired_of(args.retired), with_replay=args.replay),
+            setup.limits,
+            metrics,
+            notice,
+            fault=args.fault,
+            on_change=self._on_change,
         )
+        self._step_timeout_s: float = args.step_timeout_s
         self._notice = notice
         self._service = Service(instance, engine, metrics, log)
         self._listener = listener
@@ -159,7 +188,34 @@ class _Process:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)
         event("listening", host=HOST, port=self._listener.getsockname()[1], **self._service.about())
+        watching = asyncio.create_task(self._watch_steps())
         await self._server.serve(sockets=[self._listener])
+        watching.cancel()
+
+    async def _watch_steps(self) -> None:
+        while self._service.engine.step_seconds() < self._step_timeout_s:
+            await asyncio.sleep(min(1.0, self._step_timeout_s / 4))
+        await self._begin_anew()
+
+    async def _begin_anew(self) -> None:
+        """A step never ended, and its thread cannot be ended: answer those who wait, then be a fresh process without
+        the backend that was at work. Who connects meanwhile waits in the queue of the same socket."""
+        engine = self._service.engine
+        at_work = engine.at_work
+        text = f"a step has not ended for {self._step_timeout_s:g} s"
+        message = f"{text}; at work: {', '.join(at_work) or 'no backend'}; the process begins anew"
+        event("engine_hung", severity="critical", backends=list(at_work), message=message)
+        self._service.log.add_event("engine_hung", "critical", ", ".join(at_work), message, {"backends": list(at_work)})
+        self._service.draining = True
+        engine.abandon(text)
+        await asyncio.sleep(GOODBYE_S)
+        await asyncio.to_thread(self._service.log.close)
+        descriptor = self._listener.fileno()
+        os.set_inheritable(descriptor, True)
+        flags = ["--listen-fd", str(descriptor)]
+        for name in at_work:
+            flags += ["--retired", f"{name}={text}"]
+        os.execv(sys.executable, [sys.executable, "-m", "attention", *sys.argv[1:], *flags])  # noqa: S606
 
     def _stop(self, number: int) -> None:
         """First signal: drain. A second one ends what is still in flight."""
@@ -180,9 +236,20 @@ class _Process:
                 error=str(engine.failure),
                 traceback=traceback.format_exception(engine.failure),
             )
-            self._server.should_exit = True
+            # With no backend left, whoever asks is told why; anything else is for whoever started this.
+            self._server.should_exit = not isinstance(engine.failure, NoBackendError)
             return
         self._service.log.fingerprint_id = engine.started.fingerprint.id
         for fallback in engine.started.dispatcher.fallbacks:
             self._notice(fallback)
+        for phase, found in engine.started.dispatcher.resolutions.items():
+            event(
+                "backend_resolved",
+                phase=phase,
+                mode=engine.started.policy.mode,
+                requested=found.requested,
+                resolved=found.resolved,
+                chain=list(found.chain),
+                left_out={name: [str(reason) for reason in reasons] for name, reasons in found.excluded.items()},
+            )
         event("ready", seconds=round(engine.started.seconds, 3), **self._service.about())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attention.cases import Phase
 from attention.faults import FAULTS
@@ -11,6 +11,9 @@ from attention.scheduler import FinishReason, Generation
 from attention.serve.engine import FAILING_STEPS, Engine
 from attention.serve.metrics import Metrics
 from attention.serve.request_log import Instance, RequestLog, RequestRow, now, peak_memory_bytes
+
+if TYPE_CHECKING:
+    from attention.startup import Started
 
 SHOWN_PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
@@ -50,7 +53,24 @@ class Service:
             return ["engine: its thread has ended; restart the instance"]
         if self.engine.num_failed_steps >= FAILING_STEPS:
             return [f"model: the last {self.engine.num_failed_steps} steps failed"]
-        return []
+        return self._reasons_of_policy(self.engine.started)
+
+    def _reasons_of_policy(self, started: Started) -> list[str]:
+        """What the policy says no to while the model runs."""
+        unserved = started.dispatcher.unserved()
+        reasons = [f"backends: no backend is left for {phase}: {why}" for phase, why in unserved.items()]
+        if self.engine.over_budget is not None:
+            reasons.append(f"fallback budget: drained, since {self.engine.over_budget}; restart the instance")
+        if started.dispatcher.policy.mode == "pinned":
+            reasons += [f"pinned: {text}" for text in self.mismatches()]
+        return reasons
+
+    def mismatches(self) -> list[str]:
+        """Where the execution layer names another backend than was resolved."""
+        if self.engine.started is None:
+            return []
+        found = self.engine.started.dispatcher.mismatches
+        return [f"{one.bucket} ran {ran} where {one.backend} was resolved" for one, ran in found.items()]
 
     @property
     def fingerprint_id(self) -> str:
@@ -97,18 +117,26 @@ class Service:
                 }
                 for f in fallbacks
             ],
+            "replay": self._replay(),
             "fault": self.instance.fault,
             "fault_effect": FAULTS[self.instance.fault] if self.instance.fault else None,
         }
 
+    def _replay(self) -> dict[str, Any] | None:
+        """Relative errors of the basic replay; None where it was not asked for."""
+        replayed = self.engine.started.replayed if self.engine.started else None
+        return None if replayed is None else {"served": replayed.served, "math": replayed.math, "ratio": replayed.ratio}
+
     def health(self) -> dict[str, Any]:
         reasons = self.reasons_not_ready()
         warnings = [self.log.failure] if self.log.failure else []
+        warnings += self.mismatches()
         if self.log.num_dropped:
             warnings.append(f"{self.log.num_dropped} request rows were dropped")
         return {
             "live": True,
             "ready": not reasons,
+            "failed": self.engine.failure is not None,  # it will not become ready
             "reasons": reasons,
             "warnings": warnings,
             "running": self.engine.num_running,

@@ -51,22 +51,21 @@ def _drift(files: list[Path], as_json: bool) -> int:
 
 def resolve_policy(args: argparse.Namespace) -> int:
     from attention import text
+    from attention.chains import chains
     from attention.matrix import declared_reasons
     from attention.model import specs_of
-    from attention.model_config import resolve_dtype
-    from attention.policy import load_policy, resolve
-    from attention.probe import probes_of
+    from attention.model_config import max_context, resolve_dtype
+    from attention.policy import load_policy
 
     check_device(args.device)
-    policy = load_policy(args.policy)
-    dtype = resolve_dtype("auto", args.device)
-    spec = specs_of(args.model, dtype)[0]
-    cases = {p.case.phase: p.case for p in probes_of(spec, dtype, 16) if p.required and not p.check}
-    found = [
-        resolve(policy, case, lambda name, c: declared_reasons(name, c, device=args.device)) for case in cases.values()
-    ]
+    found = chains(
+        load_policy(args.policy),
+        specs_of(args.model, resolve_dtype("auto", args.device)),
+        lambda name, case: declared_reasons(name, case, device=args.device),
+        max_kv_len=max_context(args.model),
+    )
     if args.json:
-        print(json.dumps([r.model_dump(mode="json") for r in found], indent=1))
+        print(json.dumps([one.model_dump(mode="json") for one in found], indent=1))
     else:
         print("\n".join(text.chains(found)))
-    return 0 if all(r.chain for r in found) else 1
+    return 0 if all(one.chain for one in found) else 1

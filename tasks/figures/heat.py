@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from attention.cases import AttentionCase
 from tasks.figures.canvas import BAD, Evidence, Row, empty, stacked, tokens
 from tasks.figures.measured import FAMILIES, Measured, fastest, is_compared, kernels
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_COLUMNS = 18  # at 900 px a number still fits into its cell; more become a panel of their own
+MAX_VERDICTS = 7  # likewise, with an interval in each
 _LEAST_COLUMNS = 6  # fewer are as narrow, so that a lone case does not fill the page
 _BEST, _LOST = "#BFE5D8", "#EEEEEE"
 _SLOWER = ("#FFFFFF", "#F4B48F", BAD)  # from the best's time to _DARKEST times that, on a log scale
@@ -166,6 +168,7 @@ def verdicts(evidence: Evidence) -> Figure | None:
         " backends as (select * from perf_backends where release_id = $id"
         " qualify row_number() over (partition by side, metric, case_id order by time desc) = 1)"
         " select family, metric, case_id, any_value(kv_len) as kv_len, any_value(backends.weight) as weight,"
+        " any_value(case_json) as case_json,"
         " max(backends.backend) filter (backends.side = 'champion') as champion,"
         " max(backends.backend) filter (backends.side = 'candidate') as candidate,"
         " max(outcome) filter (backends.side = 'champion') as champion_outcome,"
@@ -178,13 +181,30 @@ def verdicts(evidence: Evidence) -> Figure | None:
     families = [family for family in FAMILIES if any(row["family"] == family for row in found)]
     if not families:
         return empty("baseline", "perf_backends")
-    panels = [[row for row in found if row["family"] == family] for family in families]
+    panels = [
+        panel for family in families for panel in _verdict_panels([row for row in found if row["family"] == family])
+    ]
     heights = [0.58 * len({_pair(row) for row in panel}) for panel in panels]
     figure, axes = stacked("Time of the candidate / time of the champion, with its verdict", heights, 1.0)
     width = max(_LEAST_COLUMNS, *(len({row["case_id"] for row in panel}) for panel in panels))
-    for ax, family, panel in zip(axes, families, panels, strict=True):
-        _verdict_panel(ax, family, panel, width)
+    for ax, panel in zip(axes, panels, strict=True):
+        _verdict_panel(ax, panel, width)
     return figure
+
+
+def _verdict_panels(mine: Sequence[Row]) -> list[list[Row]]:
+    """The cells of one family, at most MAX_VERDICTS cases a panel, in order of batch and length."""
+    cases = list(dict.fromkeys(row["case_id"] for row in sorted(mine, key=_place)))
+    parts = [cases[i : i + MAX_VERDICTS] for i in range(0, len(cases), MAX_VERDICTS)]
+    return [[row for row in mine if row["case_id"] in part] for part in parts]
+
+
+def _place(row: Row) -> tuple[int, int, str]:
+    return _num_sequences(row), row["kv_len"] or 0, row["case_id"]
+
+
+def _num_sequences(row: Row) -> int:
+    return len(AttentionCase.model_validate_json(row["case_json"]).members) if row["case_json"] else 1
 
 
 def _pair(row: Row) -> str:
@@ -192,9 +212,9 @@ def _pair(row: Row) -> str:
     return f"{_METRICS.get(row['metric'], row['metric'])}\n{row['candidate']}\nover {row['champion']}"
 
 
-def _verdict_panel(ax: Axes, family: str, panel: Sequence[Row], width: int) -> None:
-    lengths = {row["case_id"]: row for row in panel}
-    cases = sorted(lengths, key=lambda case_id: (lengths[case_id]["kv_len"] or 0, case_id))
+def _verdict_panel(ax: Axes, panel: Sequence[Row], width: int) -> None:
+    lengths = {row["case_id"]: row for row in sorted(panel, key=_place)}
+    cases, family = list(lengths), panel[0]["family"]
     pairs = sorted({_pair(row) for row in panel})
     for y, pair in enumerate(pairs):
         mine = {row["case_id"]: row for row in panel if _pair(row) == pair}
@@ -203,9 +223,15 @@ def _verdict_panel(ax: Axes, family: str, panel: Sequence[Row], width: int) -> N
                 _verdict_cell(ax, x, y, mine[case_id])
     _grid(ax, width, pairs)
     ax.set_title(family, fontsize=9, loc="left")
-    labels = [f"{tokens(lengths[c]['kv_len'] or 0)}\n{_share(lengths[c]['weight'] or 0.0)}" for c in cases]
+    labels = [f"{_sized(row)}\n{_share(row['weight'] or 0.0)}" for row in lengths.values()]
     ax.set_xticks([x + 0.5 for x in range(len(cases))], labels, size=8)
     ax.set_xlabel(f"KV up to (tokens), share of the {family} work", size=8, loc="left")
+
+
+def _sized(row: Row) -> str:
+    """`64 x 4k`: sequences, and the bucket's KV length; the length alone of one sequence."""
+    num = _num_sequences(row)
+    return f"{num} x {tokens(row['kv_len'] or 0)}" if num > 1 else tokens(row["kv_len"] or 0)
 
 
 def _verdict_cell(ax: Axes, x: int, y: int, row: Row) -> None:

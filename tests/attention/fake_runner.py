@@ -8,15 +8,19 @@ so that sampling has something to choose from. It costs next to nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from attention.cases import Phase, phase_of, shape_bucket
-from attention.dispatch import PHASES, FallbackEvent, PhaseRun, StepRecord
+from attention.confirmations import Signature
+from attention.dispatch import PHASES, BackendFailedError, FallbackEvent, PhaseRun, StepRecord
+from attention.errors import UserError
 from attention.model import Chunk, PagePool
+from attention.policy import Policy, Resolution
+from attention.reasons import Reason
 
 VOCABULARY = 300  # bytes, then specials
 EOS = 299
@@ -53,35 +57,73 @@ class FakeTokenizer:
 
 @dataclass
 class FakeDispatcher:
-    """Says what a dispatcher says: prefill, extend and decode ran on the oracle of tests."""
+    """Says what a dispatcher says: prefill, extend and decode ran on the oracle of tests.
+
+    `chain` has what may stand in. A backend in `raises` fails when it runs.
+    """
 
     requested: dict[Phase, str] = field(default_factory=lambda: dict.fromkeys(PHASES, "torch_sdpa:flash"))
     resolved: dict[Phase, str] = field(default_factory=lambda: dict.fromkeys(PHASES, "torch_sdpa:math"))
     confirmed: dict[Phase, str] = field(default_factory=lambda: dict.fromkeys(PHASES, "torch_sdpa:math"))
     fallbacks: list[FallbackEvent] = field(default_factory=list)
     record: StepRecord = field(default_factory=StepRecord)
+    policy: Policy = field(
+        default_factory=lambda: Policy(preferred=("torch_sdpa:flash",), fallback=("torch_sdpa:math",))
+    )
+    mismatches: dict[Signature, str] = field(default_factory=dict)
+    resolutions: dict[Phase, Resolution] = field(default_factory=dict)
     step_fallback: FallbackEvent | None = None
+    chain: list[str] = field(default_factory=list)
+    raises: set[str] = field(default_factory=set)
+    retired: dict[str, list[Reason]] = field(default_factory=dict)
+
+    def _backend(self, phase: Phase, avoid: Mapping[str, Reason]) -> tuple[str, FallbackEvent | None]:
+        first = self.resolved[phase]
+        reasons = {**self.retired, **{name: [reason] for name, reason in avoid.items()}}
+        for name in (first, *self.chain):
+            if name not in reasons:
+                stands_in = FallbackEvent("request_fallback", phase, first, name, tuple(reasons.get(first, ())), phase)
+                return name, stands_in if name != first else self.step_fallback
+        raise UserError(f"no backend of the policy can serve {phase}: {', '.join(reasons)}")
+
+    def foresee(
+        self, start: int, num_prompt: int, num_cached: int, chunk: int, avoid: Mapping[str, Reason]
+    ) -> FallbackEvent | None:
+        return self._backend("decode", avoid)[1]
+
+    def retire(self, backend: str, reason: Reason) -> None:
+        self.retired.setdefault(backend, []).append(reason)
+
+    def unserved(self) -> dict[Phase, str]:
+        return {}
 
     def plan(self, chunks: Sequence[Chunk]) -> None:
-        runs: dict[Phase, PhaseRun] = {}
+        runs: dict[tuple[Phase, str], PhaseRun] = {}
+        members = []
         for chunk in chunks:
             kv_len = chunk.start + len(chunk.token_ids)
             phase = phase_of(len(chunk.token_ids), kv_len)
-            run = runs.get(phase)
+            name, fallback = self._backend(phase, chunk.avoid)
+            run = runs.get((phase, name))
             if run is None:
-                run = runs[phase] = PhaseRun(
+                run = runs[phase, name] = PhaseRun(
                     phase=phase,
                     bucket=shape_bucket(phase, kv_len),
                     requested=self.requested[phase],
-                    resolved=self.resolved[phase],
-                    confirmed=self.confirmed[phase],
+                    resolved=name,
+                    confirmed=self.confirmed[phase] if name == self.resolved[phase] else name,
                     num_members=0,
-                    fallback=self.step_fallback,
+                    fallback=fallback,
                     kernel_seconds=0.002,
                     layers=2,
                 )
             run.num_members += 1
-        self.record = StepRecord(list(runs.values()))
+            members.append(run)
+        self.record = StepRecord(list(runs.values()), members)
+        for run in members:
+            if run.resolved in self.raises:
+                error = RuntimeError("no kernel image")
+                raise BackendFailedError(run.resolved, run.phase, error) from error
 
     def last_step(self) -> StepRecord:
         return self.record
@@ -113,6 +155,8 @@ class FakeRunner:
         self.steps: list[list[Chunk]] = []
         self.fail_steps: set[int] = set()
         self.nan_for_prompt: tuple[int, ...] | None = None
+        self.nan_on: set[str] = set()  # backends; empty: on any
+        self.num_idle = 0
         self._cache = [-1] * (num_pages * page_size)
 
     def forward(self, chunks: Sequence[Chunk], *, rows: Literal["last", "all"] = "last") -> torch.Tensor:
@@ -125,7 +169,12 @@ class FakeRunner:
         if self.seconds:
             time.sleep(self.seconds)
         self.dispatcher.plan(chunks)
-        return torch.tensor([[self._run(chunk)] for chunk in chunks], dtype=torch.float64)
+        ran = [run.resolved for run in self.dispatcher.record.members]
+        return torch.tensor([[self._run(*each)] for each in zip(chunks, ran, strict=True)], dtype=torch.float64)
+
+    def confirm_idle(self, age_s: float) -> bool:
+        self.num_idle += 1
+        return False
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         peaks = hidden[:, 0]
@@ -134,14 +183,19 @@ class FakeRunner:
         logits[peaks.isnan()] = torch.nan
         return logits
 
-    def _run(self, chunk: Chunk) -> float:
+    def _run(self, chunk: Chunk, backend: str) -> float:
         end = chunk.start + len(chunk.token_ids)
         assert len(chunk.block_table) == -(-end // self.page_size), "tables hold what is needed, no more"
         slots = [self._slot(chunk, position) for position in range(end)]
         for token, slot in zip(chunk.token_ids, slots[chunk.start :], strict=True):
             self._cache[slot] = token
         read = [self._cache[slot] for slot in slots]
-        if self.nan_for_prompt is not None and tuple(read[: len(self.nan_for_prompt)]) == self.nan_for_prompt:
+        is_bad = not self.nan_on or backend in self.nan_on
+        if (
+            is_bad
+            and self.nan_for_prompt is not None
+            and tuple(read[: len(self.nan_for_prompt)]) == self.nan_for_prompt
+        ):
             return float("nan")
         return float(next_hash(read))
 

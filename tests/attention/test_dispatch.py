@@ -210,16 +210,16 @@ def test_who_falls_back_is_a_part_of_its_own_in_the_same_step(monkeypatch: pytes
 def test_what_a_request_will_meet_is_known_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(monkeypatch, FLASH, longer_than_100)
     one = Dispatcher(FALLBACK, [SPEC])
-    assert one.foresee(20, 60, chunk=16) is None
-    assert one.foresee(20, 100, chunk=16) is None
+    assert one.foresee(0, 20, 60, chunk=16) is None
+    assert one.foresee(0, 20, 100, chunk=16) is None
     for num_prompt, num_cached in ((20, 129), (150, 160), (130, 140)):
-        event = one.foresee(num_prompt, num_cached, chunk=16)
+        event = one.foresee(0, num_prompt, num_cached, chunk=16)
         assert event is not None and (event.from_backend, event.to_backend) == (FLASH, MATH)
     with pytest.raises(UserError, match=r"can serve decode/kv<=256: .*NUMERIC_DRIFT"):
-        one.foresee(20, 150, chunk=16, avoid={MATH: drift()})
+        one.foresee(0, 20, 150, chunk=16, avoid={MATH: drift()})
     forbids = Dispatcher(FALLBACK.model_copy(update={"allow_runtime_fallback": False}), [SPEC])
     with pytest.raises(UserError, match="forbids request-level fallback"):
-        forbids.foresee(20, 150, chunk=16)
+        forbids.foresee(0, 20, 150, chunk=16)
 
 
 def test_a_member_runs_on_nothing_that_it_is_to_avoid() -> None:

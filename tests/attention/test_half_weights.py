@@ -31,8 +31,8 @@ def test_the_product_is_as_exact_as_float32(rows: int, bias: bool) -> None:
     truth = torch.nn.functional.linear(
         x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double()
     )
-    # What float32 sums of 576 terms may lose in any order, with high probability (Higham and Mary, 2019). With x rounded
-    # to float16 the error would be ten times that.
+    # What float32 sums of 576 terms may lose in any order, with high probability (Higham and Mary, 2019); x rounded to
+    # float16 would lose more.
     lost = 576**0.5 * 2.0**-24 * torch.nn.functional.linear(x.abs().double(), layer.weight.abs().double())
     assert packed(x).shape == truth.shape
     assert ((packed(x) - truth).abs() <= lost).all()

@@ -17,6 +17,7 @@ MODULES = (
     "attention.bench_dispatch",
     "attention.bench_kernels",
     "attention.bench_replay",
+    "attention.bench_serving",
     "attention.bench_tensor_replay",
     "attention.evidence",
     "attention.replay_evidence",

@@ -194,8 +194,11 @@ def test_resolve_explains_the_policy_of_the_document(capsys: pytest.CaptureFixtu
     document = str(REPO / "data/policies/document.yaml")
     assert main(["resolve", document, "--model", str(setup.model)]) == 0
     text = capsys.readouterr().out
-    chain = "requested flashinfer:fa3, chain torch_sdpa:flash > torch_sdpa:math"
-    assert " ".join(text.splitlines()[:2]).replace("   ", " ") == f"prefill, decode, extend: {chain}"
+    assert text.splitlines()[:3] == [
+        "prefill, decode, extend, 2 to 512 keys, causal:",
+        "  requested flashinfer:fa3, chain torch_sdpa:flash > torch_sdpa:math",
+        "  left out flashinfer:fa3",
+    ]
     assert text.count("  left out flashinfer:fa3\n    ARCH_UNSUPPORTED: ") == 1
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "pip install flashinfer-python" in text
@@ -207,12 +210,15 @@ def test_resolve_tells_phases_apart_that_differ(
     capsys: pytest.CaptureFixture[str], setup: Setup, tmp_path: Path
 ) -> None:
     policy = tmp_path / "policy.yaml"
-    override = "{phase: decode, preferred: [math]}"
+    override = "{phase: decode, kv_len: [100, null], preferred: [math]}"
     policy.write_text(f"attention_policy: {{preferred: [torch_sdpa:flash], overrides: [{override}]}}")
     assert main(["resolve", str(policy), "--model", str(setup.model)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "prefill, extend: requested torch_sdpa:flash, chain torch_sdpa:flash",
-        "decode: requested torch_sdpa:math, chain torch_sdpa:math > torch_sdpa:flash",
+        "prefill, extend, 2 to 512 keys, causal:",
+        "decode, 2 to 99 keys, causal:",
+        "  requested torch_sdpa:flash, chain torch_sdpa:flash",
+        "decode, 100 to 512 keys, causal:",
+        "  requested torch_sdpa:math, chain torch_sdpa:math > torch_sdpa:flash",
     ]
 
 

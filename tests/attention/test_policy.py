@@ -68,6 +68,16 @@ def test_a_policy_survives_yaml_and_json() -> None:
     assert Policy.model_validate_json(one.model_dump_json()) == one
 
 
+def test_a_mistake_is_found_by_its_line(tmp_path: Path) -> None:
+    lines = ["attention_policy:", "  preferred: [math]", "  fallback:", "    - torch_sdpa:flash", "    - nope"]
+    path = write(tmp_path, "\n".join([*lines, "  overrides:", "    - phase: decode", "      kv_length: [1, 2]", ""]))
+    with pytest.raises(UserError, match=r"kv_length: unknown key; .* \(line 8\)$"):
+        load_policy(path)
+    path = write(tmp_path, "\n".join([*lines, ""]))
+    with pytest.raises(UserError, match=r"unknown backend 'nope'.* \(line 3\)$"):
+        load_policy(path)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -156,7 +156,7 @@ def test_who_fits_no_instance_is_left_out_and_a_mix_of_such_alone_is_refused() -
 
 
 def test_a_bound_that_a_step_does_not_hold_gets_a_larger_step() -> None:
-    assert bounded(Limits(), 8) == Limits(max_running=8)
+    assert bounded(Limits(), 8) == Limits(max_running=8, prefix_reuse=False)
     assert bounded(Limits(), 256).max_step_tokens == 256 + Limits().prefill_chunk
 
 

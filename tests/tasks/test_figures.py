@@ -265,3 +265,12 @@ def test_a_candidate_that_lost_every_case_still_has_its_roofline(tmp_path: Path)
     found = draw_all(lake, "r1", "baseline")
     assert "decode: none has a figure and a limit" in texts(found["baseline-roofline"])
     assert "candidate\ncrash" in texts(found["baseline-verdicts"])
+
+
+def test_verdicts_of_many_cases_are_several_panels() -> None:
+    from tasks.figures.heat import MAX_VERDICTS, _verdict_panels
+
+    rows = [{"case_id": str(i), "kv_len": i, "case_json": None} for i in range(MAX_VERDICTS + 2)]
+    panels = _verdict_panels([*rows[::-1], *rows])
+    assert [len({row["case_id"] for row in panel}) for panel in panels] == [MAX_VERDICTS, 2]
+    assert [len(panel) for panel in panels] == [2 * MAX_VERDICTS, 4], "both metrics of a case"

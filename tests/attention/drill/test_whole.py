@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from attention.dispatch import Dispatcher
-from attention.drill.whole import MIXED, SOUND, FaultyRunner, ModelFault, OracleDispatcher, model_kinds
+from attention.drill.whole import MIXED, SOUND, FaultyRunner, ModelFault, model_kinds
 from attention.model import Chunk, specs_of
+from attention.oracle_dispatcher import OracleDispatcher
 from attention.policy import Policy
 
 States = dict[str, torch.Tensor]

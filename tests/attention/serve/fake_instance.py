@@ -19,6 +19,7 @@ from attention.limits import Limits
 from attention.probe import ProbeResult
 from attention.serve.app import create_app
 from attention.serve.engine import Engine
+from attention.serve.fallbacks import FallbackNotice
 from attention.serve.metrics import Metrics
 from attention.serve.request_log import Instance, RequestLog
 from attention.serve.service import Service
@@ -45,6 +46,7 @@ class FakeStarted:
     fingerprint: FakeFingerprint = FakeFingerprint()
     probes: list[ProbeResult] = field(default_factory=list)
     seconds: float = 0.1
+    replayed: None = None
 
     @property
     def dispatcher(self) -> FakeDispatcher:
@@ -99,8 +101,10 @@ def serving(
     runner = runner or FakeRunner(num_pages=256)
     fake = FakeStarted(runner)
     metrics = Metrics(node=instance.node, gpu=instance.gpu, model=instance.model)
-    engine = Engine(prepare or (lambda: fake), limits or Limits(), metrics, fault=instance.fault)
-    service = Service(instance, engine, metrics, RequestLog(lake, instance))
+    log = RequestLog(lake, instance)
+    notice = FallbackNotice(metrics, log, emit=True)
+    engine = Engine(prepare or (lambda: fake), limits or Limits(), metrics, notice, fault=instance.fault)
+    service = Service(instance, engine, metrics, log)
     config = uvicorn.Config(create_app(service), log_config=None, access_log=False, timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))

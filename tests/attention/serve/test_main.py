@@ -27,8 +27,10 @@ SCRIPT = """
 import argparse, sys, time
 from attention.serve import flags, main
 from tests.attention.fake_runner import FakeRunner
+from attention.dispatch import NoBackendError
 from tests.attention.serve.fake_instance import FakeStarted
-main.prepare = lambda setup, notice: {prepare}
+def fail(text): raise NoBackendError(text)
+main.prepare = lambda setup, notice, **more: {prepare}
 parser = argparse.ArgumentParser()
 flags.add_arguments(parser)
 sys.exit(main.run(parser.parse_args()))
@@ -36,6 +38,7 @@ sys.exit(main.run(parser.parse_args()))
 ANSWERS = "FakeStarted(FakeRunner(num_pages=256, seconds=0.05, eos_token_ids=frozenset()))"
 HANGS = "time.sleep(600)"
 CRASHES = "1 / 0"
+NO_BACKEND = "fail('no backend of the policy can serve decode: a:x: reason')"
 
 
 class Process:
@@ -120,6 +123,8 @@ def test_a_port_in_use_is_one_line_with_the_remedy(flags: list[str]) -> None:
         (["--instance", "mine 1"], "--instance 'mine 1'"),
         (["--threads", "0"], "--threads 0"),
         (["--port", "99999"], "--port 99999"),
+        (["--step-timeout-s", "0"], "--step-timeout-s 0"),
+        (["--retired", "torch_sdpa:flahs=it hung"], "did you mean torch_sdpa:flash"),
     ],
 )
 def test_bad_input_is_one_line(flags: list[str], extra: list[str], message: str) -> None:
@@ -158,6 +163,17 @@ def test_ctrl_c_while_the_model_still_loads_ends_at_once_with_130(
     process.wait_for("listening")
     process.child.send_signal(signal.SIGINT)
     assert process.child.wait(5) == 130
+
+
+def test_with_no_backend_left_it_stays_unready_and_says_why(start_process: Callable[[str], Process]) -> None:
+    process = start_process(NO_BACKEND)
+    process.wait_for("start_failed")
+    health = httpx.get(f"http://127.0.0.1:{process.events()['listening']['port']}/health")
+    assert health.status_code == 503
+    assert (health.json()["ready"], health.json()["failed"]) == (False, True)
+    assert health.json()["reasons"] == ["startup failed: no backend of the policy can serve decode: a:x: reason"]
+    process.child.send_signal(signal.SIGTERM)
+    assert process.exit_code() == 1, "the error, which the command line turns into one line"
 
 
 def test_a_model_that_crashes_while_it_starts_ends_the_process_with_3(
