@@ -104,6 +104,11 @@ class DenseDispatcher(Dispatcher):
     def add_layer(self, spec: AttentionSpec) -> int:
         """One more layer, of a model whose layers are known only when they run; its number."""
         self.specs.append(spec)
+        if spec not in self._kinds:
+            self._kinds.append(spec)
+            for group in self._groups:
+                group.plans.append(None)
+        self._kind_of.append(self._kinds.index(spec))
         return len(self.specs) - 1
 
     def run(self, layer: int, q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -112,11 +117,11 @@ class DenseDispatcher(Dispatcher):
         return super().run(layer, q_THD, k, v)
 
     def _run_group(
-        self, group: _Group, spec: AttentionSpec, q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, group: _Group, kind: int, q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         if self._keys:
             k, v = (cache.index_select(0, self._keys[id(group)]) for cache in (k, v))
-        return super()._run_group(group, spec, q_THD, k, v)
+        return super()._run_group(group, kind, q_THD, k, v)
 
 
 def attend(
