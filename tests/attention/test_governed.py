@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from attention import dispatch, governed, matrix
+from attention import dense, dispatch, governed, matrix
 from attention.backends import create
 from attention.backends.base import AttentionSpec, Backend, Batch, Planned
 from attention.backends.oracle import OracleBackend
@@ -332,6 +332,38 @@ def test_a_backend_gets_the_keys_that_there_are_and_no_more() -> None:
     q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 1, 9, 16), torch.randn(2, 1, 9, 8)
     out = attend(Seen(), 3, all_rows(2, 1, 5), q, k, v)
     assert torch.equal(out, q.transpose(1, 2)[..., :8])
+
+
+class Strides:
+    """Notes whether keys come one after the other."""
+
+    def __init__(self, inner: Backend, seen: list[bool]) -> None:
+        self.inner, self.seen, self.name = inner, seen, inner.name
+
+    def check(self, case: AttentionCase) -> list[Reason]:
+        return self.inner.check(case)
+
+    def plan(self, batch: Batch, spec: AttentionSpec, *, graph: bool = False, lse: bool = True) -> Planned:
+        planned = self.inner.plan(batch, spec, graph=graph, lse=lse)
+        run = planned.run
+
+        def noted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            self.seen.append(k.is_contiguous() and v.is_contiguous())
+            return run(q, k, v)
+
+        planned.run = noted  # type: ignore[method-assign]
+        return planned
+
+
+def test_keys_are_read_where_they_lie_but_by_backends_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(dispatch, "create", lambda name, device: Strides(create(name), seen))
+    eager, ours = models("llama")
+    for families in (dense._ANY_STRIDES, ()):
+        monkeypatch.setattr(dense, "_ANY_STRIDES", families)
+        governed.enable(POLICY)
+        assert_equal_logits(eager, ours, input_ids=prompts())
+    assert seen == [False, False, True, True]
 
 
 class Counting:
