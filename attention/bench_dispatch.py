@@ -10,10 +10,7 @@ The module takes one decode of each backend, in a worker process, and as many pa
 written anew after each.
 
 Both calls do the same work on the same tensors, without the LSE, which serving does not use; what `run` takes longer
-on the host is the price of the plan. The dispatcher and the operator make that same run; what they add to it is
-measured beside it, all three in turn, in the layers after a step's first (the first one plans, and is confirmed now and
-then). The median is of paired differences; the P99 is what the 99th percentile of a call grows by, since differences of
-two calls would count what disturbs the planned run too.
+on the host is the price of the plan. What the dispatcher and the operator add to that run: attention/bench_paths.py.
 
 Pairs of calls in alternating order (A B, B A, ...), so that both see the same minutes of the same machine; the
 figure is the median, since a host is interrupted often and late. On a GPU the calls are asynchronous: a sync every
@@ -30,7 +27,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import itertools
 import json
 import statistics
 import sys
@@ -42,28 +38,24 @@ from typing import Any
 
 import torch
 
-from attention import STARTED, confirm, custom_op
+from attention import STARTED, confirm
 from attention.backends import create
 from attention.backends.base import Backend, Planned
+from attention.bench_paths import WARM_UP, Bare, BareBackend, added, dispatched, median_us, paths_of, side_by_side
 from attention.cases import AttentionCase
-from attention.dispatch import Dispatcher
 from attention.errors import UserError, exit_code
 from attention.flags import check_count, check_seconds
 from attention.isolate import NOT_RUN, Outcome, in_workers, short, worker
-from attention.policy import Policy
 from attention.replaced import replaced
 from attention.replay.problems import Problem, make
 from attention.yaml_file import read_json
 
-#: Calls between two syncs: well below the about 1,000 launches that a stream's queue holds.
-SYNC_EVERY = 16
 #: Default number of pairs. A call on the CPU takes the kernel's time too, so fewer fit into a minute.
 DEFAULT_CALLS = {"cuda": 20_000, "cpu": 2_000}
 #: Tokens a page, where a backend does not take 16.
 PAGE_SIZES = {"flash_attn:fa2": 256}
 #: Pairs where the time is short: the median of fewer moves with the host's interruptions.
 LEAST_CALLS = 2_000
-_WARM_UP = 20
 _COMMAND = (sys.executable, "-m", "attention.bench_dispatch", "--worker")
 
 
@@ -80,11 +72,15 @@ class Overhead:
     run_nodes: int | None = None
     library_nodes: int | None = None
     graph_backend: str | None = None  # whose kernels the captured run holds
-    # What the dispatcher and the operator add to the planned run: median of paired differences, and growth of the P99.
+    # What the dispatcher and the operator add to the planned run; bare: round a run that launches nothing.
     direct_us: float | None = None
     direct_p99_us: float | None = None
     op_us: float | None = None
     op_p99_us: float | None = None
+    bare_direct_us: float | None = None
+    bare_direct_p99_us: float | None = None
+    bare_op_us: float | None = None
+    bare_op_p99_us: float | None = None
     same_graphs: bool | None = None  # captured, both launch the planned run's kernels, in as many nodes
 
     @property
@@ -121,69 +117,33 @@ def measure(
     problem = make(case, "normal", 1, device=device)
     planned = found.plan(problem.batch, problem.spec, lse=False)
     library = library_call_of(planned, problem)
-    direct = dispatched(backend, problem, device)
-    (handle,) = custom_op.handles(direct, 1)
-    operator = torch.ops.attention.governed.default
-
-    def run() -> Any:
-        return planned.run(problem.q_THD, problem.k, problem.v)
-
+    paths = paths_of(planned, dispatched(backend, problem, device), problem)
+    bare = paths_of(Bare(planned), dispatched(backend, problem, device, BareBackend), problem)
+    run = paths[0]
     is_cuda = device.startswith("cuda")
     num_calls = calls or DEFAULT_CALLS["cuda" if is_cuda else "cpu"]
     with torch.inference_mode():
         sync = torch.cuda.synchronize if is_cuda else lambda: None
-        paths = (
-            run,
-            lambda: direct.run(0, problem.q_THD, problem.k, problem.v),
-            lambda: operator(problem.q_THD, problem.k, problem.v, handle),
-        )
         if time_s is not None:
-            # Of 5 calls a round, 2 are the pair's.
+            # Of 5 calls with a kernel, 2 are the pair's.
             num_calls = fitting(run, library, num_calls, sync, 0.4 * (time_s - (time.monotonic() - started)))
         run_ns, library_ns = pairs(run, library, num_calls, sync)
-        plain_ns, direct_ns, op_ns = side_by_side(paths, num_calls, sync)
+        over = added(paths, bare, num_calls, sync)
         run_nodes, library_nodes, graph_backend = _nodes(found, problem, planned) if is_cuda else (None, None, None)
         same_graphs = _same_graphs(*paths) if is_cuda else None
-    custom_op.release(handle)
     return Overhead(
         backend=backend,
         case_id=case.case_id,
         calls=num_calls,
         run_us=statistics.median(run_ns) / 1e3,
         library_us=statistics.median(library_ns) / 1e3,
-        overhead_us=_median_us(run_ns, library_ns),
+        overhead_us=median_us(run_ns, library_ns),
         run_nodes=run_nodes,
         library_nodes=library_nodes,
         graph_backend=graph_backend,
-        direct_us=_median_us(direct_ns, plain_ns),
-        direct_p99_us=_p99_us(direct_ns) - _p99_us(plain_ns),
-        op_us=_median_us(op_ns, plain_ns),
-        op_p99_us=_p99_us(op_ns) - _p99_us(plain_ns),
         same_graphs=same_graphs,
+        **asdict(over),
     )
-
-
-def _median_us(these_ns: list[int], those_ns: list[int]) -> float:
-    return statistics.median(a - b for a, b in zip(these_ns, those_ns, strict=True)) / 1e3
-
-
-def _p99_us(taken_ns: list[int]) -> float:
-    return sorted(taken_ns)[int(0.99 * (len(taken_ns) - 1))] / 1e3
-
-
-def dispatched(backend: str, problem: Problem, device: str) -> Dispatcher:
-    """A dispatcher with that problem planned on that backend, its first layer run. UserError when another is chosen."""
-    # Who serves no prefill is no policy by itself: others stand in for the phases that are not measured.
-    policy = Policy(preferred=(backend,), fallback=("torch_sdpa", "triton:paged"))
-    page_size = problem.batch.page_size or 16
-    found = Dispatcher(policy, [problem.spec], device=device, page_size=page_size)
-    found.plan(problem.batch)
-    (part,) = found.last_step().phases
-    if part.resolved != backend:
-        raise UserError(f"the dispatcher chose {part.resolved} for {part.bucket}, not {backend}")
-    with torch.inference_mode():
-        found.run(0, problem.q_THD, problem.k, problem.v)
-    return found
 
 
 def _same_graphs(
@@ -215,28 +175,6 @@ def pairs(
     return run_ns, library_ns
 
 
-def side_by_side(paths: Sequence[Callable[[], Any]], rounds: int, sync: Callable[[], None]) -> list[list[int]]:
-    """Host nanoseconds of each path in each round; every order of them has its turn."""
-    for _ in range(_WARM_UP):
-        for path in paths:
-            path()
-    sync()
-    taken: list[list[int]] = [[] for _ in paths]
-    clock = time.perf_counter_ns
-    orders = list(itertools.permutations(range(len(paths))))
-    often = SYNC_EVERY // len(paths)
-    for i in range(rounds):
-        for which in orders[i % len(orders)]:
-            path = paths[which]
-            started = clock()
-            path()
-            taken[which].append(clock() - started)
-        if i % often == often - 1:
-            sync()
-    sync()
-    return taken
-
-
 def fitting(
     run: Callable[[], Any], library: Callable[[], Any], most: int, sync: Callable[[], None], time_s: float
 ) -> int:
@@ -246,9 +184,9 @@ def fitting(
     """
     pairs(run, library, 1, sync)  # first calls build plans, and would speak for all
     started = time.perf_counter()
-    pairs(run, library, _WARM_UP, sync)
-    pair_s = (time.perf_counter() - started) / (2 * _WARM_UP)
-    return min(most, max(int(time_s / 2 / pair_s), min(LEAST_CALLS, int(0.9 * time_s / pair_s)), _WARM_UP))
+    pairs(run, library, WARM_UP, sync)
+    pair_s = (time.perf_counter() - started) / (2 * WARM_UP)
+    return min(most, max(int(time_s / 2 / pair_s), min(LEAST_CALLS, int(0.9 * time_s / pair_s)), WARM_UP))
 
 
 def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -317,15 +255,21 @@ def _worker() -> None:
 
 def table(rows: list[Overhead]) -> list[str]:
     """For a person: one line a backend and case, medians in microseconds; of what is added to the run, the P99 too."""
-    added = f"{'+ direct us (P99)':>18} {'+ operator us (P99)':>20}"
-    lines = [f"{'backend':22} {'case':44} {'run us':>9} {'library us':>11} {'overhead us':>12} {added}  graph nodes"]
+    more = " ".join(f"{name:>19}" for name in ("+ direct us (P99)", "bare (P99)", "+ operator us (P99)", "bare (P99)"))
+    lines = [f"{'backend':22} {'case':44} {'run us':>9} {'library us':>11} {'overhead us':>12} {more}  graph nodes"]
     for row in rows:
         nodes = "-" if row.run_nodes is None else f"{row.run_nodes} against {row.library_nodes}"
         if row.same_graphs is False:
             nodes += ", not those of dispatcher and operator"
         figures = f"{row.run_us:9.2f} {row.library_us:11.2f} {row.overhead_us:12.2f}"
-        added = f"{_both(row.direct_us, row.direct_p99_us):>18} {_both(row.op_us, row.op_p99_us):>20}"
-        lines.append(f"{row.backend:22} {row.case_id:44} {figures} {added}  {nodes}")
+        pairs_of_figures = (
+            (row.direct_us, row.direct_p99_us),
+            (row.bare_direct_us, row.bare_direct_p99_us),
+            (row.op_us, row.op_p99_us),
+            (row.bare_op_us, row.bare_op_p99_us),
+        )
+        more = " ".join(f"{_both(*both):>19}" for both in pairs_of_figures)
+        lines.append(f"{row.backend:22} {row.case_id:44} {figures} {more}  {nodes}")
     return lines
 
 

@@ -14,25 +14,23 @@ from typing import Any
 import pytest
 import torch
 
-from attention import bench_dispatch
+from attention import bench_dispatch, bench_paths
 from attention.__main__ import main
 from attention.backends import create
 from attention.backends.base import Planned
 from attention.backends.torch_sdpa import library_call
 from attention.bench_dispatch import (
     LEAST_CALLS,
-    SYNC_EVERY,
     Overhead,
     cases,
-    dispatched,
     fitting,
     library_call_of,
     measure,
     measure_all,
     pairs,
-    side_by_side,
     table,
 )
+from attention.bench_paths import SYNC_EVERY, dispatched, side_by_side
 from attention.cases import AttentionCase
 from attention.errors import UserError
 from attention.isolate import NOT_RUN, Outcome
@@ -118,14 +116,34 @@ class Slow:
 
 
 def test_what_dispatcher_and_operator_add_to_the_planned_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_dispatch, "dispatched", lambda backend, problem, device: Slow(problem))
+    monkeypatch.setattr(bench_dispatch, "dispatched", lambda backend, problem, device, wrap=None: Slow(problem))
     row = measure("torch_sdpa:flash", cases(("q1s64",), "float32")[0], device="cpu", calls=60)
-    for median, p99 in ((row.direct_us, row.direct_p99_us), (row.op_us, row.op_p99_us)):
+    for median, p99 in (
+        (row.direct_us, row.direct_p99_us),
+        (row.op_us, row.op_p99_us),
+        (row.bare_direct_us, row.bare_direct_p99_us),
+        (row.bare_op_us, row.bare_op_p99_us),
+    ):
         assert median is not None
         assert p99 is not None
         assert 1_000 < median < 3_500
         assert p99 > median + 1_000
     assert f"{row.direct_us:.2f} ({row.direct_p99_us:.2f})" in table([row])[1]
+
+
+def test_bare_paths_launch_nothing_and_give_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make(cases(("q16",), "float32")[0], "normal", 1)
+    planned = create("torch_sdpa:math").plan(problem.batch, problem.spec)
+    bare = bench_paths.Bare(planned)
+    one = dispatched("torch_sdpa:math", problem, "cpu", bench_paths.BareBackend)
+    with torch.inference_mode():
+        paths = bench_paths.paths_of(bare, one, problem)
+        expected = planned.run(problem.q_THD, problem.k, problem.v)[0]
+        outs = [paths[0]()[0], paths[1](), paths[2]()]
+        monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_attention_math", None)
+        outs += [paths[0]()[0], paths[1](), paths[2]()]
+    for out in outs:
+        torch.testing.assert_close(out, expected)
 
 
 def test_what_is_measured_is_the_dispatcher_on_that_backend() -> None:
@@ -159,7 +177,7 @@ def test_the_table_has_columns_and_the_document_every_field(capsys: pytest.Captu
     argv = ["bench", "dispatch", "--backend", "torch_sdpa:math", "--batch", "q1s32", "--calls", "10"]
     assert main(argv) == 0
     header, row = capsys.readouterr().out.splitlines()
-    added = "+ direct us (P99) + operator us (P99)"
+    added = "+ direct us (P99) bare (P99) + operator us (P99) bare (P99)"
     assert " ".join(header.split()) == f"backend case run us library us overhead us {added} graph nodes"
     assert row.startswith("torch_sdpa:math        decode-q1s32-h32/8")
     assert main([*argv, "--json"]) == 0
@@ -184,7 +202,7 @@ def test_kernels_of_a_family_that_cannot_run_here_are_passed_over_and_a_named_on
 @pytest.mark.parametrize(("pair_s", "fit"), [(0.001, 900), (0.0002, LEAST_CALLS), (0.0001, 5_000), (1e-9, 20_000)])
 def test_the_pairs_fit_into_the_time(monkeypatch: pytest.MonkeyPatch, pair_s: float, fit: int) -> None:
     """Half of a second is for pairs; 0.9 of it where else they were fewer than 2,000."""
-    clock = iter([0.0, pair_s * 2 * bench_dispatch._WARM_UP])
+    clock = iter([0.0, pair_s * 2 * bench_paths.WARM_UP])
     monkeypatch.setattr(bench_dispatch, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(bench_dispatch, "pairs", lambda *args: None)
     found = fitting(lambda: None, lambda: None, 20_000, lambda: None, 1.0)
