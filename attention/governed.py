@@ -122,7 +122,7 @@ class Governed:
         self._kinds: dict[tuple[AttentionSpec, Layout, bool], _Kind] = {}
         self._fallbacks: Counter[FallbackEvent] = Counter()
         self._events: deque[FallbackEvent] = deque(maxlen=_MOST_EVENTS)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # who hears of an event may ask for the report
 
     def kind(self, spec: AttentionSpec, layout: Layout = "contiguous", *, masked: bool = False) -> _Kind:
         """The dispatcher of such layers, made where it is new. UserError when the policy has no backend for them."""
@@ -221,15 +221,17 @@ def enable(
     """Make `attn_implementation=name` run under a policy in this process; again under a name replaces what it had.
 
     policy: a Policy or its YAML file. model: folder or transformers config; with it the backends of its layers are
-    resolved now, so that a policy that cannot serve it is an error before the first request (and start-up fallbacks
-    are told). `observed`: by backend, the reasons of failed probes (attention.startup.probe). `on_event` hears of every
-    fallback, failure and mismatch. Raises UserError.
+    resolved now, in `dtype`, so that a policy that cannot serve it is an error before the first request (and start-up
+    fallbacks are told). observed: by backend, the reasons of failed probes (attention.probe.failed_reasons).
+    `on_event` hears of every fallback, failure and mismatch. Raises UserError.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from attention.matrix import check_device
 
     check_device(device)
+    if name not in _ENABLED and (name == "eager" or name in AttentionInterface()):
+        raise UserError(f"attention {name!r} is another's in transformers: choose another name")
     found = Governed(
         policy if isinstance(policy, Policy) else load_policy(Path(policy)),
         device=device,

@@ -449,7 +449,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("failing")
 def test_a_backend_that_fails_is_replaced_within_the_step_and_it_is_told() -> None:
     heard: list[FallbackEvent] = []
-    governed.enable(POLICY, on_event=heard.append)
+    governed.enable(POLICY, on_event=lambda event: heard.append(governed.report().events[-1]))
     eager, ours = models("llama")
     assert torch.equal(*(m.generate(prompts(), max_new_tokens=6, do_sample=False) for m in (eager, ours)))
     assert ran() == {
@@ -466,6 +466,18 @@ def test_a_backend_that_fails_is_replaced_within_the_step_and_it_is_told() -> No
     assert (event.from_backend, event.to_backend, event.reason, steps) == (FLASH, MATH, "LAUNCH_FAILED", 5)
     assert tuple(heard) == told.events
     assert "the launch failed" in told.document()["events"][0]["reasons"][0]
+
+
+def test_a_backend_that_runs_another_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "create", lambda name, device: create(MATH))
+    governed.enable(Policy(mode="pinned", preferred=(FLASH,)))
+    _, ours = models("llama")
+    with torch.inference_mode():
+        ours(input_ids=prompts())
+    assert ran() == {("contiguous", "prefill"): (FLASH, FLASH, MATH)}
+    assert [(e.kind, e.from_backend, e.to_backend) for e in governed.report().events] == [
+        ("backend_mismatch", FLASH, MATH)
+    ]
 
 
 @pytest.mark.usefixtures("failing")
@@ -509,6 +521,9 @@ def test_two_policies_in_one_process_have_two_names(tiny_model: Path, policy_fil
     torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
     with pytest.raises(UserError, match="'other' is not enabled here: call attention"):
         governed.report("other")
+    for taken in ("sdpa", "eager"):
+        with pytest.raises(UserError, match=f"attention '{taken}' is another's in transformers"):
+            governed.enable(policy_file, name=taken)
 
 
 def test_the_runner_over_pages_is_not_touched(make_runner: Callable[..., Runner], tiny_model: Path) -> None:
