@@ -1,4 +1,5 @@
-"""Host overhead of the dispatcher's last step: a planned `run` against the call that a user would write.
+"""Host overhead of governance, a layer: a planned `run` against the call that a user would write, and over that run
+the dispatcher (`Dispatcher.run`) and the operator (`torch.ops.attention.governed`), each on its own.
 
     python -m attention bench dispatch --backend torch_sdpa:flash [--device cuda] [--calls 20000] [--json]
     python -m attention.bench_dispatch --backends torch_sdpa:flash --device cpu --calls 200 --out rows.json
@@ -9,13 +10,14 @@ The module takes one decode of each backend, in a worker process, and as many pa
 written anew after each.
 
 Both calls do the same work on the same tensors, without the LSE, which serving does not use; what `run` takes longer
-on the host is the price of governance.
+on the host is the price of the plan. What the dispatcher and the operator add to that run: attention/bench_paths.py.
+
 Pairs of calls in alternating order (A B, B A, ...), so that both see the same minutes of the same machine; the
 figure is the median, since a host is interrupted often and late. On a GPU the calls are asynchronous: a sync every
 few calls, outside the clock, keeps the launch queue from filling, or a call would wait for the device.
 
-A CUDA graph replays without the host, so there the overhead must be nothing at all: both are captured and
-their nodes counted, and they must be equally many.
+A CUDA graph replays without the host, so there the overhead must be nothing at all: all are captured and
+their nodes counted, and they must be equally many; dispatcher and operator must launch the planned run's kernels.
 
 A backend module takes part by a function `library_call(planned, q, k, v) -> Callable`.
 """
@@ -39,6 +41,7 @@ import torch
 from attention import STARTED, confirm
 from attention.backends import create
 from attention.backends.base import Backend, Planned
+from attention.bench_paths import WARM_UP, Bare, BareBackend, added, dispatched, median_us, paths_of, side_by_side
 from attention.cases import AttentionCase
 from attention.errors import UserError, exit_code
 from attention.flags import check_count, check_seconds
@@ -47,15 +50,12 @@ from attention.replaced import replaced
 from attention.replay.problems import Problem, make
 from attention.yaml_file import read_json
 
-#: Calls between two syncs: well below the about 1,000 launches that a stream's queue holds.
-SYNC_EVERY = 16
 #: Default number of pairs. A call on the CPU takes the kernel's time too, so fewer fit into a minute.
 DEFAULT_CALLS = {"cuda": 20_000, "cpu": 2_000}
 #: Tokens a page, where a backend does not take 16.
 PAGE_SIZES = {"flash_attn:fa2": 256}
 #: Pairs where the time is short: the median of fewer moves with the host's interruptions.
 LEAST_CALLS = 2_000
-_WARM_UP = 20
 _COMMAND = (sys.executable, "-m", "attention.bench_dispatch", "--worker")
 
 
@@ -72,10 +72,25 @@ class Overhead:
     run_nodes: int | None = None
     library_nodes: int | None = None
     graph_backend: str | None = None  # whose kernels the captured run holds
+    # What the dispatcher and the operator add to the planned run; bare: round a run that launches nothing.
+    direct_us: float | None = None
+    direct_p99_us: float | None = None
+    op_us: float | None = None
+    op_p99_us: float | None = None
+    bare_direct_us: float | None = None
+    bare_direct_p99_us: float | None = None
+    bare_op_us: float | None = None
+    bare_op_p99_us: float | None = None
+    same_graphs: bool | None = None  # captured, both launch the planned run's kernels, in as many nodes
 
     @property
     def nodes_equal(self) -> bool | None:
         return None if self.run_nodes is None else self.run_nodes == self.library_nodes
+
+    @property
+    def failed(self) -> bool:
+        """A captured graph holds something else than it should."""
+        return self.nodes_equal is False or self.same_graphs is False
 
 
 def library_call_of(planned: Planned, problem: Problem) -> Callable[[], Any]:
@@ -102,29 +117,45 @@ def measure(
     problem = make(case, "normal", 1, device=device)
     planned = found.plan(problem.batch, problem.spec, lse=False)
     library = library_call_of(planned, problem)
-
-    def run() -> Any:
-        return planned.run(problem.q_THD, problem.k, problem.v)
-
+    paths = paths_of(planned, dispatched(backend, problem, device), problem)
+    bare = paths_of(Bare(planned), dispatched(backend, problem, device, BareBackend), problem)
+    run = paths[0]
     is_cuda = device.startswith("cuda")
     num_calls = calls or DEFAULT_CALLS["cuda" if is_cuda else "cpu"]
     with torch.inference_mode():
         sync = torch.cuda.synchronize if is_cuda else lambda: None
         if time_s is not None:
-            num_calls = fitting(run, library, num_calls, sync, time_s - (time.monotonic() - started))
+            # Of 5 calls with a kernel, 2 are the pair's.
+            num_calls = fitting(run, library, num_calls, sync, 0.4 * (time_s - (time.monotonic() - started)))
         run_ns, library_ns = pairs(run, library, num_calls, sync)
+        over = added(paths, bare, num_calls, sync)
         run_nodes, library_nodes, graph_backend = _nodes(found, problem, planned) if is_cuda else (None, None, None)
+        same_graphs = _same_graphs(*paths) if is_cuda else None
     return Overhead(
         backend=backend,
         case_id=case.case_id,
         calls=num_calls,
         run_us=statistics.median(run_ns) / 1e3,
         library_us=statistics.median(library_ns) / 1e3,
-        overhead_us=statistics.median(a - b for a, b in zip(run_ns, library_ns, strict=True)) / 1e3,
+        overhead_us=median_us(run_ns, library_ns),
         run_nodes=run_nodes,
         library_nodes=library_nodes,
         graph_backend=graph_backend,
+        same_graphs=same_graphs,
+        **asdict(over),
     )
+
+
+def _same_graphs(
+    run: Callable[[], Any], direct: Callable[[], torch.Tensor], operator: Callable[[], torch.Tensor]
+) -> bool:
+    """Whether all of them, captured, launch the same kernels in as many nodes.
+
+    The operator promises rows one after the other; where the run's are not (math), a copy belongs to all three.
+    """
+    paths = (lambda: run()[0].contiguous(), lambda: direct().contiguous(), operator)
+    seen = [confirm.graph_nodes(captured(path)) for path in paths]
+    return all(one == seen[0] for one in seen)
 
 
 def _nodes(found: Backend, problem: Problem, planned: Planned) -> tuple[int, int, str]:
@@ -140,23 +171,8 @@ def pairs(
     run: Callable[[], Any], library: Callable[[], Any], calls: int, sync: Callable[[], None]
 ) -> tuple[list[int], list[int]]:
     """Host nanoseconds of each call of both, paired; who goes first alternates."""
-    for _ in range(_WARM_UP):
-        run()
-        library()
-    sync()
-    taken: tuple[list[int], list[int]] = ([], [])
-    clock = time.perf_counter_ns
-    both = (run, library)
-    for i in range(calls):
-        for which in (0, 1) if i % 2 == 0 else (1, 0):
-            call = both[which]
-            started = clock()
-            call()
-            taken[which].append(clock() - started)
-        if i % (SYNC_EVERY // 2) == SYNC_EVERY // 2 - 1:
-            sync()
-    sync()
-    return taken
+    run_ns, library_ns = side_by_side((run, library), calls, sync)
+    return run_ns, library_ns
 
 
 def fitting(
@@ -168,9 +184,9 @@ def fitting(
     """
     pairs(run, library, 1, sync)  # first calls build plans, and would speak for all
     started = time.perf_counter()
-    pairs(run, library, _WARM_UP, sync)
-    pair_s = (time.perf_counter() - started) / (2 * _WARM_UP)
-    return min(most, max(int(time_s / 2 / pair_s), min(LEAST_CALLS, int(0.9 * time_s / pair_s)), _WARM_UP))
+    pairs(run, library, WARM_UP, sync)
+    pair_s = (time.perf_counter() - started) / (2 * WARM_UP)
+    return min(most, max(int(time_s / 2 / pair_s), min(LEAST_CALLS, int(0.9 * time_s / pair_s)), WARM_UP))
 
 
 def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -238,13 +254,27 @@ def _worker() -> None:
 
 
 def table(rows: list[Overhead]) -> list[str]:
-    """For a person: one line a backend and case, medians in microseconds."""
-    lines = [f"{'backend':22} {'case':44} {'run us':>9} {'library us':>11} {'overhead us':>12}  graph nodes"]
+    """For a person: one line a backend and case, medians in microseconds; of what is added to the run, the P99 too."""
+    more = " ".join(f"{name:>19}" for name in ("+ direct us (P99)", "bare (P99)", "+ operator us (P99)", "bare (P99)"))
+    lines = [f"{'backend':22} {'case':44} {'run us':>9} {'library us':>11} {'overhead us':>12} {more}  graph nodes"]
     for row in rows:
         nodes = "-" if row.run_nodes is None else f"{row.run_nodes} against {row.library_nodes}"
+        if row.same_graphs is False:
+            nodes += ", not those of dispatcher and operator"
         figures = f"{row.run_us:9.2f} {row.library_us:11.2f} {row.overhead_us:12.2f}"
-        lines.append(f"{row.backend:22} {row.case_id:44} {figures}  {nodes}")
+        pairs_of_figures = (
+            (row.direct_us, row.direct_p99_us),
+            (row.bare_direct_us, row.bare_direct_p99_us),
+            (row.op_us, row.op_p99_us),
+            (row.bare_op_us, row.bare_op_p99_us),
+        )
+        more = " ".join(f"{_both(*both):>19}" for both in pairs_of_figures)
+        lines.append(f"{row.backend:22} {row.case_id:44} {figures} {more}  {nodes}")
     return lines
+
+
+def _both(median: float | None, p99: float | None) -> str:
+    return "-" if median is None or p99 is None else f"{median:.2f} ({p99:.2f})"
 
 
 def document(rows: list[Overhead]) -> list[dict[str, Any]]:
@@ -304,7 +334,8 @@ def _run(options: argparse.Namespace) -> int:
     errors = [row["error"] for row in rows if row.get("error")]
     if NOT_RUN in errors:
         return 3
-    return 1 if errors or any(row.get("nodes_equal") is False for row in rows) else 0
+    wrong = any(row.get("nodes_equal") is False or row.get("same_graphs") is False for row in rows)
+    return 1 if errors or wrong else 0
 
 
 if __name__ == "__main__":

@@ -350,7 +350,8 @@ class Dispatcher:
         try:
             planned = group.plans[kind]
             if planned is None:
-                planned = group.plans[kind] = group.backend.plan(group.batch, self._kinds[kind])
+                # Nobody reads the LSE here; for it some backends launch a kernel more.
+                planned = group.plans[kind] = group.backend.plan(group.batch, self._kinds[kind], lse=False)
             if run.layers == 0 and self._is_due(run):
                 out_THD = self._confirm(group, planned, q_THD, k_NPGD, v_NPGD)
             else:
@@ -413,7 +414,8 @@ class Dispatcher:
         q_THD = torch.randn(q_len, spec.heads_q, spec.head_dim_qk, device=self.device).to(spec.dtype)
         started = time.perf_counter()
         try:
-            planned = self._backend(signature.backend).plan(Batch((q_len,), (kv_len,), (table,), self.page_size), spec)
+            batch = Batch((q_len,), (kv_len,), (table,), self.page_size)
+            planned = self._backend(signature.backend).plan(batch, spec, lse=False)
             _, confirmed = confirm.watch(lambda: planned.run(q_THD, k_NPGD, v_NPGD), device=self.device)
         except Exception as error:
             raise BackendFailedError(signature.backend, signature.phase, error) from error

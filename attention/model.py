@@ -6,8 +6,9 @@
     logits = runner.logits(hidden)
 
 A forward takes any mix of prefills, extends and decodes as one packed row of tokens. The attention
-function is registered with transformers' attention interface as `governed`, so that any causal LM
+function is registered with transformers' attention interface as `governed_paged`, so that any causal LM
 that goes through the interface works; it writes K and V into the pages, then asks the dispatcher.
+(`governed`, without pages and without this runner: attention/governed.py.)
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from attention.model_config import DTYPES as DTYPE_NAMES
 from attention.model_config import layer_kinds, read_config, resolve_dtype
 from attention.reasons import Reason
 
+#: Its name in transformers' attention interface. It has no mask function there: a step makes no mask.
+PAGED = "governed_paged"
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 
@@ -121,9 +124,7 @@ class Runner:
         self.page_size = page_size
         self.pool = PagePool(num_pages)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=self.dtype, attn_implementation="governed"
-        )
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=self.dtype, attn_implementation=PAGED)
         self._model.to(device).eval()
         if half_weights.supported(device, self.dtype):
             half_weights.pack(self._model)
@@ -230,7 +231,7 @@ def _governed(
 def _register() -> None:
     from transformers import AttentionInterface
 
-    AttentionInterface.register("governed", _governed)
+    AttentionInterface.register(PAGED, _governed)
 
 
 def _eos(model: Any, generation: Any, tokenizer: Any) -> frozenset[int]:

@@ -33,7 +33,7 @@ def _bench_stress(args: argparse.Namespace) -> int:
 
 
 def _bench_dispatch(args: argparse.Namespace) -> int:
-    """Exit 1 when a captured graph has another number of nodes than the plain call's."""
+    """Exit 1 when a captured graph has another number of nodes than the plain call's, or other kernels."""
     from attention import bench_dispatch
     from attention.backends import expand
     from attention.cases import parse_batch
@@ -57,4 +57,4 @@ def _bench_dispatch(args: argparse.Namespace) -> int:
     if not rows:
         raise UserError(f"bench dispatch: none of {', '.join(args.backend)} runs on {args.device}; see above")
     print(json.dumps(bench_dispatch.document(rows), indent=1) if args.json else "\n".join(bench_dispatch.table(rows)))
-    return 1 if any(row.nodes_equal is False for row in rows) else 0
+    return 1 if any(row.failed for row in rows) else 0

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from attention.dispatch import Dispatcher
 from attention.errors import UserError
 from attention.job import ModelPlan, Prompt
 from attention.model import Chunk, Runner, specs_of
@@ -368,7 +369,7 @@ def test_one_layer_with_another_window_is_seen_where_the_window_hides_keys(
 ) -> None:
     runner = make_runner("torch_sdpa:math")
     first, *others = runner.dispatcher.specs
-    runner.dispatcher.specs = [replace(first, window=(31, 0)), *others]
+    runner.dispatcher = Dispatcher(runner.dispatcher.policy, [replace(first, window=(31, 0)), *others])
     found = compared(champion, States(model.record(runner, PLAN, environment(tiny_model), tmp_path / "w")))
     inside = found["position"] < 32
     assert found["kl"][inside].max() < 1e-9

@@ -21,6 +21,8 @@ def test_its_code_runs_and_says_what_the_comments_say(capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     assert "paged KV gathered to dense" in said
     assert "IMPORT_FAILED: flash_attn_2_cuda cannot be imported: pip install flash-attn" in said
+    assert "decode torch_sdpa:flash torch_sdpa:flash torch_sdpa:flash" in said
+    assert "'decode': 'torch_sdpa:flash'" in said
 
 
 def test_the_table_of_backends_is_what_the_evidence_says() -> None:
