@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
+from attention import sampling
 from attention.sampling import Sampler, SamplingParams, sample
 
 
@@ -96,3 +97,14 @@ def test_large_finite_logits_are_no_fault() -> None:
 def test_parameters_out_of_range_are_refused(params: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(params))):
         SamplingParams(**{"max_tokens": 1, **params})  # type: ignore[arg-type]
+
+
+def test_what_a_gpu_sends_in_one_transfer_is_what_the_cpu_finds() -> None:
+    logits = torch.randn(6, 50_000)
+    logits[1, 7], logits[2, 9], logits[3, 0] = float("inf"), float("-inf"), float("nan")
+    for here, there in zip(sampling._extremes(logits), sampling._in_one_transfer(logits), strict=True):
+        assert [value for value in here if value == value] == [value for value in there if value == value]
+    low, high, _ = sampling._in_one_transfer(logits)
+    assert [math.isfinite(low[row]) and math.isfinite(high[row]) for row in range(6)] == [
+        True, False, False, False, True, True,
+    ]  # fmt: skip
