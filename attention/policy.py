@@ -94,6 +94,11 @@ class Policy(_Strict):
                 expand(name)
         return self
 
+    def rejects(self, reason: Reason) -> bool:
+        """Whether a backend that showed this when it was probed or replayed may not serve: `reject_on`."""
+        gate = "numerical_gate_failed" if reason.code is Code.NUMERIC_DRIFT else "capability_probe_failed"
+        return gate in self.reject_on
+
     def backends(self) -> tuple[str, ...]:
         """Every kernel that the policy names, in order, without repeats."""
         names = [*self.preferred, *self.fallback, *(n for o in self.overrides for n in o.preferred)]

@@ -51,6 +51,15 @@ class Started:
     seconds: float
     replayed: Replayed | None = None  # of the basic replay, where it was asked for
 
+    def tolerated(self) -> dict[str, list[str]]:
+        """By backend of the chains, what its probes and the replay showed that the policy does not reject."""
+        served = {name for found in self.dispatcher.resolutions.values() for name in found.chain}
+        shown = {name: list(reasons) for name, reasons in failed_reasons(self.probes).items() if name in served}
+        if self.replayed is not None and (reason := self.replayed.reason()) is not None:
+            for name in set(self.dispatcher.resolved.values()):
+                shown.setdefault(name, []).append(reason)
+        return {name: [str(reason) for reason in reasons] for name, reasons in shown.items()}
+
 
 def scale_factor(fault: str | None) -> float:
     """What a drill multiplies the softmax scale with; 1.0 without one."""
@@ -97,7 +106,9 @@ def decide(
     """The dispatcher that those probes allow, without what was retired in an earlier life of this instance. Raises
     UserError when a phase has no backend left."""
     dtype = resolve_dtype(setup.dtype, setup.device)
-    observed = failed_reasons(probes)
+    policy = load_policy(setup.policy)
+    failed = failed_reasons(probes).items()
+    observed = {name: [reason for reason in reasons if policy.rejects(reason)] for name, reasons in failed}
     for name, reason in retired.items():
         observed.setdefault(name, []).append(reason)
 
@@ -106,7 +117,7 @@ def decide(
         return faulty(backend, setup.fault, next(iter(retired), dispatcher.chosen["decode"]))
 
     dispatcher = Dispatcher(
-        load_policy(setup.policy),
+        policy,
         specs_of(setup.model, dtype),
         device=setup.device,
         page_size=setup.page_size,
@@ -186,7 +197,7 @@ def prepare(
         if not with_replay:
             break
         replayed = basic_replay.replay(runner, specs_of(setup.model, resolve_dtype(setup.dtype, setup.device)))
-        if (reason := replayed.reason()) is None:
+        if (reason := replayed.reason()) is None or not dispatcher.policy.rejects(reason):
             break
         retired = {**retired, **dict.fromkeys(dispatcher.resolved.values(), reason)}
     return Started(

@@ -272,4 +272,7 @@ class _Process:
                 chain=list(found.chain),
                 left_out={name: [str(reason) for reason in reasons] for name, reasons in found.excluded.items()},
             )
+        for backend, reasons in engine.started.tolerated().items():
+            message = f"{backend} serves although: {'; '.join(reasons)}"
+            event("tolerated", severity="warning", backend=backend, message=message)
         event("ready", seconds=round(engine.started.seconds, 3), **self._service.about())

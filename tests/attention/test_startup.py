@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from attention import startup
@@ -47,6 +49,19 @@ def test_a_backend_that_fails_a_required_probe_gives_way_to_the_next(setup: Setu
 
 def test_a_probe_of_what_is_never_launched_excludes_nobody(setup: Setup) -> None:
     assert set(decide(setup, [failed(setup, FLASH, required=False)]).resolved.values()) == {FLASH}
+
+
+def test_a_policy_that_does_not_reject_on_probes_keeps_the_backend_and_says_so(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("attention_policy: {preferred: [torch_sdpa:flash], reject_on: [numerical_gate_failed]}")
+    lenient = setup.model_copy(update={"policy": policy})
+    monkeypatch.setattr(startup, "probe", lambda *args, **kwargs: [failed(setup, FLASH)])
+    started = prepare(lenient)
+    assert set(started.dispatcher.resolved.values()) == {FLASH}
+    (told,) = started.tolerated()[FLASH]
+    assert told.startswith("LAUNCH_FAILED: signal 11")
 
 
 def test_with_nobody_left_the_instance_stays_unready_and_says_why(setup: Setup) -> None:

@@ -48,6 +48,9 @@ class FakeStarted:
     seconds: float = 0.1
     replayed: None = None
 
+    def tolerated(self) -> dict[str, list[str]]:
+        return {}
+
     @property
     def dispatcher(self) -> FakeDispatcher:
         return self.runner.dispatcher
