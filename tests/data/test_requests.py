@@ -86,7 +86,7 @@ def test_a_corrupt_line_is_reported_with_its_number_and_the_rest_goes_on(tmp_pat
         (request(body=body(messages=[{"role": "robot", "content": "x"}])), "body.messages.0.role"),
         (request(body=body(messages=[{"role": "user", "content": [{"type": "image_url"}]}])), "only text"),
         (request(body=body(n=2)), "the server refuses it: n=2 is not supported"),
-        (request(body=body(logprobs=True)), "logprobs=true is not supported"),
+        (request(body=body(presence_penalty=1)), "presence_penalty=1 is not supported"),
         (request(body=body(max_token=3)), "unknown field 'max_token'; did you mean max_tokens"),
         (request(body=body(temperature=3)), "temperature: Input should be less than or equal to 2"),
         (request(body=body(max_completion_tokens=4)), "send max_tokens or max_completion_tokens, not both"),
