@@ -67,6 +67,7 @@ class PhaseRun:
     kernel_seconds: float = 0.0
     layers: int = 0
     first_call_seconds: float | None = None
+    graph_hit: bool = False  # a captured graph was replayed
 
 
 @dataclass
@@ -421,6 +422,36 @@ class Dispatcher:
             raise BackendFailedError(signature.backend, signature.phase, error) from error
         self._note(signature, confirmed, q_len, kv_len, time.perf_counter() - started)
         return True
+
+    # Steps that a graph replays.
+
+    def decode_alone(self, kv_lens: Sequence[int]) -> str | None:
+        """The backend of a step in which members of these lengths decode, where it is one for all and nobody falls
+        back; None for any other step. Raises UserError as `foresee` does."""
+        decisions = {self._decide(1, kv_len) for kv_len in kv_lens}
+        first = next(iter(decisions))
+        alike = all(one.backend == first.backend and one.fallback is None for one in decisions)
+        return first.backend if alike else None
+
+    def plans_for_graph(self, backend: str, batch: Batch) -> list[Planned]:
+        """A plan a kind of layer whose runs may be captured. Raises UserError for a backend that cannot be."""
+        return [self._backend(backend).plan(batch, spec, graph=True, lse=False) for spec in self._kinds]
+
+    def kind_of(self, layer: int) -> int:
+        """Which of the kinds of layers, in the order of `plans_for_graph`, a layer is."""
+        return self._kind_of[layer]
+
+    def note_replay(self, backend: str, kv_lens: Sequence[int], confirmed: str) -> None:
+        """A graph ran this step. `confirmed`: what its kernels were at capture. How long they took nobody measured."""
+        bucket = shape_bucket("decode", max(kv_lens))
+        signature = Signature("decode", bucket, backend)
+        if self._confirmations.is_due(signature) or self._confirmations.of(signature) != confirmed:
+            self._note(signature, confirmed, 1, max(kv_lens), 0.0)
+        requested = self._resolution("decode", 1, max(kv_lens)).requested
+        run = PhaseRun("decode", bucket, requested, backend, confirmed, len(kv_lens), graph_hit=True)
+        run.layers = len(self.specs)
+        self._groups = []
+        self._record = StepRecord([run], [run] * len(kv_lens))
 
     def last_step(self) -> StepRecord:
         """What the last planned step ran; complete after its last layer."""

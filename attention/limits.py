@@ -15,6 +15,7 @@ class Limits:
     prefill_chunk: int = 128
     max_queue: int = 128
     max_output_tokens: int = 2048
+    cuda_graphs: bool = False  # decode steps are replayed from graphs (attention/decode_graphs.py); on a GPU
     prefix_reuse: bool = True  # whole pieces of `prefill_chunk` tokens that prompts share are computed once
     max_prompt_tokens: int = 1 << 20  # context and cache usually hold less
     max_body_bytes: int = 1 << 20

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -35,6 +35,9 @@ from attention.reasons import Reason
 
 #: Its name in transformers' attention interface. It has no mask function there: a step makes no mask.
 PAGED = "governed_paged"
+if TYPE_CHECKING:
+    from attention.decode_graphs import DecodeGraphs
+
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 
@@ -123,6 +126,7 @@ class Runner:
         self.dispatcher = dispatcher
         self.page_size = page_size
         self.pool = PagePool(num_pages)
+        self.spare_page = num_pages  # for members of a step that stand for nobody
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
         self._model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=self.dtype, attn_implementation=PAGED)
         self._model.to(device).eval()
@@ -137,14 +141,17 @@ class Runner:
         self._v = [self._pages(spec.heads_kv, spec.head_dim_vo) for spec in dispatcher.specs]
         # Sees q_THD, k_TGD, v_TGD of every layer before attention; what it raises ends the step.
         self.tap: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+        self.graphs: DecodeGraphs | None = None  # set by who serves on a GPU
 
     def _pages(self, heads_kv: int, head_dim: int) -> torch.Tensor:
-        shape = (self.pool.num_pages, self.page_size, heads_kv, head_dim)
+        shape = (self.pool.num_pages + 1, self.page_size, heads_kv, head_dim)  # one is nobody's: `spare_page`
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], *, rows: Literal["last", "all"] = "last") -> torch.Tensor:
         """Run one step. Final hidden states [R, hidden]: of each chunk's last token, or of all tokens."""
+        if self.graphs is not None and self.tap is None and (replayed := self.graphs.forward(chunks)) is not None:
+            return replayed
         batch = Batch(
             tuple(len(c.token_ids) for c in chunks),
             tuple(c.start + len(c.token_ids) for c in chunks),
@@ -153,14 +160,19 @@ class Runner:
         )
         ids, positions, slots = self._sent(_packed(chunks, self.page_size))
         self.dispatcher.plan(batch, [c.avoid for c in chunks])
-        out = self._model.base_model(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, governed=_Step(self, slots)
-        )
-        hidden: torch.Tensor = out.last_hidden_state[0]
+        hidden = self.hidden(ids, positions, slots)
         if rows == "all" or len(chunks) == len(hidden):
             return hidden
         ends = torch.tensor(batch.q_lens, device=self.device).cumsum(0) - 1
         return hidden.index_select(0, ends)
+
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Final hidden states [T, hidden] of a planned step's tokens, whose K and V go into their slots."""
+        out = self._model.base_model(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, governed=_Step(self, slots)
+        )
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return hidden
 
     def _sent(self, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
         """Numbers as a tensor on the device; the host does not wait for what runs there."""

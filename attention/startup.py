@@ -18,6 +18,7 @@ from attention import basic_replay
 from attention.backends.base import Backend
 from attention.basic_replay import Replayed
 from attention.cases import Phase
+from attention.decode_graphs import DecodeGraphs
 from attention.dispatch import Dispatcher, FallbackEvent
 from attention.faults import PROBE_CRASH, WRONG_SCALE, check_fault, faulty
 from attention.fingerprint import Fingerprint, fingerprint
@@ -200,6 +201,8 @@ def prepare(
         if (reason := replayed.reason()) is None or not dispatcher.policy.rejects(reason):
             break
         retired = {**retired, **dict.fromkeys(dispatcher.resolved.values(), reason)}
+    if setup.limits.cuda_graphs:
+        runner.graphs = DecodeGraphs(runner)
     return Started(
         runner=runner,
         dispatcher=dispatcher,

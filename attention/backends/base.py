@@ -141,6 +141,7 @@ class Planned:
 
     def __post_init__(self) -> None:
         self._query_tokens = sum(self.batch.q_lens)
+        self._largest = self.batch  # what `replan` measures another batch by, however small the last one was
 
     def _check_tokens(self, q_THD: torch.Tensor) -> None:
         """ValueError for more or fewer rows than were planned: those of the output would be left as they were."""
@@ -163,12 +164,12 @@ class Planned:
 
     def _check_fits(self, batch: Batch) -> None:
         same = (batch.q_lens, batch.layout, batch.page_size) == (
-            self.batch.q_lens,
-            self.batch.layout,
-            self.batch.page_size,
+            self._largest.q_lens,
+            self._largest.layout,
+            self._largest.page_size,
         )
-        if not same or any(new > old for new, old in zip(batch.kv_lens, self.batch.kv_lens, strict=True)):
-            raise ValueError("a captured batch keeps members, q_lens and layout, and its kv_lens only shrink")
+        if not same or any(new > old for new, old in zip(batch.kv_lens, self._largest.kv_lens, strict=True)):
+            raise ValueError("a captured batch keeps members, q_lens and layout; no kv_len is above the captured one")
 
 
 _own_buffers: ContextVar[bool] = ContextVar("own_buffers", default=False)

@@ -65,6 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--max-body-bytes", type=int, default=Limits.max_body_bytes, help="of one request (%(default)s)"
     )
+    limits.add_argument(
+        "--cuda-graphs", action="store_true", help="replay decode steps from CUDA graphs; on a GPU, not measured yet"
+    )
     parser.add_argument(
         "--admin-token-file",
         type=Path,

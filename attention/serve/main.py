@@ -94,6 +94,8 @@ def _check(args: argparse.Namespace) -> None:
         check_count(f"--{name.replace('_', '-')}", getattr(args, name))
     check_seconds("--request-timeout-s", args.request_timeout_s)
     check_seconds("--step-timeout-s", args.step_timeout_s)
+    if args.cuda_graphs and args.gpu == "cpu":
+        raise UserError("--cuda-graphs: there are none on a CPU; name the GPU with --gpu")
     for name in retired_of(args.retired):
         if name not in NAMES:
             raise UserError(f"--retired {name}: no backend; {nearest(name, NAMES)}")
@@ -119,6 +121,7 @@ def limits_of(args: argparse.Namespace) -> Limits:
         max_output_tokens=args.max_output_tokens,
         max_body_bytes=args.max_body_bytes,
         request_timeout_s=args.request_timeout_s,
+        cuda_graphs=args.cuda_graphs,
     )
 
 

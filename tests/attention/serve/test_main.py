@@ -128,6 +128,7 @@ def test_a_port_in_use_is_one_line_with_the_remedy(flags: list[str]) -> None:
         (["--step-timeout-s", "0"], "--step-timeout-s 0"),
         (["--retired", "torch_sdpa:flahs=it hung"], "did you mean torch_sdpa:flash"),
         (["--max-queue", "0"], "--max-queue 0"),
+        (["--cuda-graphs"], "--cuda-graphs: there are none on a CPU"),
         (["--max-running", "-1"], "--max-running -1"),
         (["--max-prompt-tokens", "0"], "--max-prompt-tokens 0"),
         (["--max-output-tokens", "0"], "--max-output-tokens 0"),
