@@ -255,8 +255,9 @@ class Dispatcher:
         for phase in PHASES:
             found = self._resolution(phase, {"prefill": _START_KV, "decode": 1, "extend": 16}[phase], _START_KV)
             if self.resolved[phase] == backend:
-                self.resolved[phase] = found.chain[0] if found.chain else backend
-                to = found.chain[0] if found.chain else "none"
+                may_give_way = found.chain and self.policy.allow_runtime_fallback
+                to = found.chain[0] if may_give_way else "none"
+                self.resolved[phase] = found.chain[0] if may_give_way else backend
                 self._on_event(FallbackEvent("backend_failed", phase, backend, to, (reason,)))
             self.resolutions[phase] = found
 
@@ -266,8 +267,13 @@ class Dispatcher:
         return {backend: list(reasons) for backend, reasons in self._observed.items()}
 
     def unserved(self) -> dict[Phase, str]:
-        """Phases that no backend can serve any more, each with every reason."""
-        return {phase: found.explain() for phase, found in self.resolutions.items() if not found.chain}
+        """Phases that no backend may serve any more, each with every reason."""
+        forbids = not self.policy.allow_runtime_fallback
+        return {
+            phase: found.explain() + (" | the policy forbids request-level fallback" if found.chain else "")
+            for phase, found in self.resolutions.items()
+            if not found.chain or (forbids and self.chosen[phase] in found.excluded)
+        }
 
     def _backend(self, name: str) -> Backend:
         if name not in self._backends:

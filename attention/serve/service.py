@@ -15,6 +15,8 @@ from attention.serve.request_log import Instance, RequestLog, RequestRow, now, p
 
 if TYPE_CHECKING:
     from attention.startup import Started
+# A step that takes longer is worth a word before it counts as one that hangs.
+SLOW_STEP_S = 10.0
 # A client that is told to wait longer than this decides for itself: OpenAI's own takes no more.
 MAX_RETRY_S = 60
 # Weight of the newest request in the mean that Retry-After is estimated from.
@@ -159,6 +161,8 @@ class Service:
         reasons = self.reasons_not_ready()
         warnings = [self.log.failure] if self.log.failure else []
         warnings += self.mismatches()
+        if (seconds := self.engine.step_seconds()) > SLOW_STEP_S:
+            warnings.append(f"the present step has been running for {seconds:.0f} s")
         if self.log.num_dropped:
             warnings.append(f"{self.log.num_dropped} request rows were dropped")
         return {

@@ -275,6 +275,18 @@ def test_a_backend_that_raises_can_be_retired_and_the_next_of_the_chain_serves()
         one.plan(problem("q1s50").batch)
 
 
+def test_without_leave_to_fall_back_a_retired_backend_leaves_nobody() -> None:
+    events: list[FallbackEvent] = []
+    policy = FALLBACK.model_copy(update={"allow_runtime_fallback": False})
+    one = Dispatcher(policy, [SPEC], on_event=events.append)
+    assert one.unserved() == {}
+    one.retire(FLASH, drift())
+    assert {event.to_backend for event in events} == {"none"}
+    assert set(one.unserved()) == {"prefill", "decode", "extend"}
+    assert one.unserved()["decode"].endswith("the policy forbids request-level fallback")
+    assert set(one.resolved.values()) == {FLASH}
+
+
 def test_memory_that_runs_out_is_not_the_backends_failure() -> None:
     one = Dispatcher(FALLBACK, [SPEC], wrap=failing(torch.OutOfMemoryError("out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
