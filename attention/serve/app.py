@@ -162,7 +162,7 @@ class _Handlers:
         return JSONResponse({**self._service.about(), **self._service.policy()})
 
     async def metrics(self) -> Response:
-        self._service.metrics.observe_pages(self._service.engine.kv_pages)
+        self._service.observe_state()
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def fingerprint(self) -> Response:

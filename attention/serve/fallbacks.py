@@ -43,6 +43,7 @@ class FallbackNotice:
 
     def refused(self, why: str) -> None:
         """A request would have had to fall back, and the policy had no room for it."""
+        self._metrics.observe_refused()
         if self._is_due(("fallback_refused",)):
             event("fallback_refused", severity="critical", message=why)
             self._log.add_event("fallback_refused", "critical", "fallback budget", why, {})

@@ -20,6 +20,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 
+import torch
 import uvicorn
 
 from attention import confirm
@@ -168,7 +169,13 @@ class _Process:
         log = RequestLog(args.lake, instance)
         notice = FallbackNotice(metrics, log, emit=load_policy(args.policy).emit_fallback_event)
         engine = Engine(
-            lambda: prepare(setup, notice, retired=retired_of(args.retired), with_replay=args.replay),
+            lambda: prepare(
+                setup,
+                notice,
+                retired=retired_of(args.retired),
+                with_replay=args.replay,
+                on_confirmation=metrics.observe_confirmation,
+            ),
             setup.limits,
             metrics,
             notice,
@@ -263,6 +270,11 @@ class _Process:
             self._server.should_exit = not isinstance(engine.failure, NoBackendError)
             return
         self._service.log.fingerprint_id = engine.started.fingerprint.id
+        self._service.metrics.observe_build(
+            fingerprint=engine.started.fingerprint.id,
+            policy_mode=engine.started.dispatcher.policy.mode,
+            torch=torch.__version__,
+        )
         for fallback in engine.started.dispatcher.fallbacks:
             self._notice(fallback)
         for phase, found in engine.started.dispatcher.resolutions.items():

@@ -35,6 +35,22 @@ _PROBE_VALUE = {"pass": 1, "fail": 0, "known_bad": 0, "unknown": -1}
 _WORST_FIRST = (0, -1, 1)
 
 
+#: Gauges of what is so when the page is read.
+_STATE = {
+    "peak_memory_bytes": "Most memory that this process held: of the GPU, else its resident set.",
+    "requests_running": "Requests in the present steps.",
+    "requests_waiting": "Requests in the queue.",
+    "fallback_budget_share": "Share of the window's requests that fell back.",
+    "fallback_budget_exceeded": "1 while one more request that falls back would be refused.",
+    "backend_mismatch": "Signatures (phase, shape bucket, backend) that ran another backend than was resolved.",
+}
+
+
+def _bounded(backend: str) -> str:
+    """A label that kernels' names cannot multiply: what is unconfirmed is so without the name of a kernel."""
+    return "unconfirmed" if backend.startswith("unconfirmed") else backend
+
+
 class Metrics:
     """All metrics of one instance. Thread-safe, as prometheus-client is."""
 
@@ -83,6 +99,22 @@ class Metrics:
         self._queue = self._histogram("attention_queue_seconds", "Arrival to admission.", _LATENCY_BUCKETS)
         self._ttft = self._histogram("attention_ttft_seconds", "Arrival to first token.", _LATENCY_BUCKETS)
         self._tpot = self._histogram("attention_tpot_seconds", "Mean between output tokens.", _LATENCY_BUCKETS)
+        self._confirmation = self._histogram(
+            "attention_confirmation_seconds",
+            "What asking the execution layer added to a call.",
+            _KERNEL_BUCKETS,
+            "phase",
+        )
+        self._refused = self._counter(
+            "attention_fallback_refused_total", "Requests that would have fallen back, beyond the policy's budget."
+        )
+        self._info = self._gauge(
+            "attention_build_info", "1, with what serves.", "model", "gpu", "fingerprint", "policy_mode", "torch"
+        )
+        self._state = {name: self._gauge(f"attention_{name}", text) for name, text in _STATE.items()}
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, labels, registry=self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
@@ -93,6 +125,21 @@ class Metrics:
     def observe_pages(self, pages: dict[str, int]) -> None:
         for state, number in pages.items():
             self._pages.labels(state).set(number)
+
+    def observe_state(self, **now: float) -> None:
+        """What is so when somebody reads the page: figures of `_STATE` by name."""
+        for name, value in now.items():
+            self._state[name].set(value)
+
+    def observe_build(self, *, fingerprint: str, policy_mode: str, torch: str) -> None:
+        """What serves; once, when it is ready."""
+        self._info.labels(self._model, self._gpu, fingerprint, policy_mode, torch).set(1)
+
+    def observe_confirmation(self, phase: str, seconds: float) -> None:
+        self._confirmation.labels(phase).observe(seconds)
+
+    def observe_refused(self) -> None:
+        self._refused.inc()
 
     def text(self) -> bytes:
         """The page that Prometheus reads."""
@@ -111,14 +158,15 @@ class Metrics:
             self._probe.labels(self._node, self._model, backend, feature).set(value)
 
     def observe_fallback(self, fallback: FallbackEvent) -> None:
-        labels = {"from": fallback.from_backend, "to": fallback.to_backend, "reason": fallback.reason}
+        names = {"from": _bounded(fallback.from_backend), "to": _bounded(fallback.to_backend)}
+        labels = {**names, "reason": fallback.reason}
         self._fallback.labels(**labels).inc()
 
     def observe_step(self, record: StepRecord) -> None:
         for run in record.phases:
             if run.kernel_seconds > 0:
                 seconds = run.kernel_seconds / max(1, run.layers)
-                self._kernel.labels(run.confirmed, run.phase, run.bucket).observe(seconds)
+                self._kernel.labels(_bounded(run.confirmed), run.phase, run.bucket).observe(seconds)
             if run.first_call_seconds is not None and run.resolved.partition(":")[0] in _JIT_FAMILIES:
                 self._jit.labels(run.resolved, run.bucket).set(run.first_call_seconds)
 
@@ -127,7 +175,7 @@ class Metrics:
         traffic = "shadow" if generation.shadow else "live"
         self._requests.labels(generation.finish_reason or "error", traffic).inc()
         for phase, backend in generation.confirmed.items():
-            self._selected.labels(self._model, self._gpu, self._dtype, phase, backend).inc()
+            self._selected.labels(self._model, self._gpu, self._dtype, phase, _bounded(backend)).inc()
         if generation.num_nonfinite:
             self._nonfinite.inc(generation.num_nonfinite)
         for histogram, seconds in (

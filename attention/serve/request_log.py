@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict
 
 from attention.schemas import write_rows
@@ -152,8 +153,11 @@ class RequestLog:
             self.flush()
 
 
-def peak_memory_bytes() -> int:
-    """Largest resident set of this process so far; getrusage counts KiB on Linux, bytes on macOS."""
+def peak_memory_bytes(device: str = "cpu") -> int:
+    """Most memory that this process held so far: of a GPU what PyTorch reserved there, else its resident set, which
+    getrusage counts in KiB on Linux and in bytes on macOS."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.max_memory_reserved(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -177,6 +177,21 @@ class Service:
             **self.about(),
         }
 
+    def observe_state(self) -> None:
+        """Bring the gauges up to date."""
+        engine = self.engine
+        budget = engine.fallback.budget if engine.fallback else None
+        device = engine.started.runner.device if engine.started else "cpu"
+        self.metrics.observe_pages(engine.kv_pages)
+        self.metrics.observe_state(
+            peak_memory_bytes=peak_memory_bytes(device),
+            requests_running=engine.num_running,
+            requests_waiting=engine.num_waiting,
+            fallback_budget_share=budget.share if budget else 0.0,
+            fallback_budget_exceeded=float(budget.is_exceeded) if budget else 0.0,
+            backend_mismatch=len(self.mismatches()),
+        )
+
     def policy(self) -> dict[str, Any]:
         """The policy in force and what it came to: per phase the chain, and why every other backend was left out."""
         assert self.engine.started is not None
@@ -239,7 +254,7 @@ class Service:
             fallback_reason=", ".join(generation.fallback_reasons) or None,
             num_nonfinite=generation.num_nonfinite,
             batch_size_mean=generation.batch_size_mean,
-            peak_memory_bytes=peak_memory_bytes(),
+            peak_memory_bytes=peak_memory_bytes(self.engine.started.runner.device if self.engine.started else "cpu"),
             prompt_text=prompt_text,
             output_text=output_text,
             token_ids=list(generation.output_ids),

@@ -11,6 +11,8 @@ from attention.cases import AttentionCase
 from attention.dispatch import FallbackEvent, PhaseRun, StepRecord
 from attention.probe import ProbeResult, Status
 from attention.reasons import Code, Reason
+from attention.sampling import SamplingParams
+from attention.scheduler import Generation
 from attention.serve.fallbacks import FallbackNotice
 from attention.serve.metrics import Metrics
 from attention.serve.request_log import RequestLog
@@ -136,3 +138,36 @@ def test_a_policy_that_emits_no_event_still_counts(tmp_path: Path, capsys: pytes
     assert len(samples(one.text().decode())["attention_backend_fallback_total"]) == 1
     assert read_rows(tmp_path, "events") == []
     assert capsys.readouterr().err == ""
+
+
+def test_what_is_so_when_the_page_is_read(tmp_path: Path) -> None:
+    with serving(tmp_path) as running:
+        running.service.metrics.observe_build(fingerprint="f1", policy_mode="auto", torch="2")
+        running.service.metrics.observe_confirmation("decode", 0.002)
+        found = samples(running.client.get("/metrics").text)
+        assert found["attention_requests_running"] == found["attention_requests_waiting"] == [({}, 0.0)]
+        assert found["attention_peak_memory_bytes"][0][1] > 1e7
+        assert found["attention_backend_mismatch"] == found["attention_fallback_budget_exceeded"] == [({}, 0.0)]
+        assert found["attention_fallback_budget_share"] == found["attention_fallback_refused_total"] == [({}, 0.0)]
+        labels = {"model": "fake-1m", "gpu": "cpu", "fingerprint": "f1", "policy_mode": "auto", "torch": "2"}
+        assert found["attention_build_info"] == [(labels, 1.0)]
+        assert found["attention_confirmation_seconds_sum"] == [({"phase": "decode"}, 0.002)]
+
+
+def test_kernels_without_a_name_are_one_series(tmp_path: Path) -> None:
+    one = metrics()
+    for i in range(100):
+        name = f"unconfirmed(kernel_{i})"
+        run = PhaseRun("decode", "decode/kv<=64", "a:x", "a:x", name, 1)
+        run.kernel_seconds, run.layers = 0.1, 1
+        one.observe_step(StepRecord([run]))
+        one.observe_fallback(FallbackEvent("backend_mismatch", "decode", "a:x", name, ()))
+        finished = Generation(str(i), (1,), SamplingParams(max_tokens=1))
+        finished.confirmed["decode"] = name
+        one.observe_finished(finished)
+    found = samples(one.text().decode())
+    for name in ("attention_kernel_latency_seconds_count", "attention_backend_selected_total"):
+        assert [labels["backend"] for labels, _ in found[name]] == ["unconfirmed"]
+    assert found["attention_backend_fallback_total"] == [
+        ({"from": "a:x", "to": "unconfirmed", "reason": "UNCONFIRMED"}, 100.0)
+    ]
