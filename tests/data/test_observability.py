@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -85,6 +86,26 @@ def test_a_rule_says_what_to_do_and_is_tested_both_ways(alert: str) -> None:
         bool(case["exp_alerts"]) for test in TESTS for case in test["alert_rule_test"] if case["alertname"] == alert
     ]
     assert sorted(expected) == [False, True]
+
+
+def queries() -> dict[str, str]:
+    """Title and expression of every panel."""
+    panels = json.loads((FOLDER / "dashboard.json").read_text())["panels"]
+    return {panel["title"]: target["expr"] for panel in panels for target in panel.get("targets", ())}
+
+
+@pytest.mark.parametrize("title", queries())
+def test_a_panel_names_what_an_instance_has(title: str, scraped: dict[str, set[str]]) -> None:
+    metrics, labels = names_in(queries()[title])
+    assert metrics and metrics <= scraped.keys(), metrics - scraped.keys()
+    known = ADDED.union(*(scraped[name] for name in metrics))
+    assert labels <= known, labels - known
+
+
+def test_every_metric_has_a_panel(scraped: dict[str, set[str]]) -> None:
+    shown = set().union(*(names_in(expression)[0] for expression in queries().values()))
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in scraped}
+    assert families == {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
 
 
 def test_the_readme_names_every_alert() -> None:
