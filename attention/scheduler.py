@@ -72,6 +72,7 @@ class Generation:
     error: str | None = None
     num_nonfinite: int = 0
     num_decode_steps: int = 0
+    num_graph_steps: int = 0  # of those steps: replayed from a captured graph
     num_decode_peers: int = 0  # sequences in those steps, summed
     resolved: dict[Phase, str] = field(default_factory=dict)
     confirmed: dict[Phase, str] = field(default_factory=dict)
@@ -512,6 +513,7 @@ class Scheduler:
 def _noted(generation: Generation, run: PhaseRun) -> list[FallbackEvent]:
     """Book what the execution layer says about this request's part of the step; the fallback, if it is a new one."""
     is_new = run.fallback is not None and generation.resolved.get(run.phase) != run.resolved
+    generation.num_graph_steps += run.graph_hit
     generation.resolved[run.phase] = run.resolved
     generation.confirmed[run.phase] = run.confirmed
     if run.fallback is None:

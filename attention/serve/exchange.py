@@ -19,8 +19,10 @@ from starlette.types import Receive, Scope, Send
 from attention.fallback import FallbackRefusedError
 from attention.scheduler import FinishReason, Generation, QueueFullError
 from attention.serve.engine import CLIENT_GONE_TEXT, SHUTTING_DOWN, Piece, Ticket
+from attention.serve.log import event
 from attention.serve.logprob_forms import LogprobWriter
 from attention.serve.protocol import DONE, Answer, ApiError, server_event, usage_of
+from attention.serve.request_line import request_line
 from attention.serve.service import Call, Service
 from attention.serve.tool_calls import CallParser, ToolCall
 
@@ -233,13 +235,15 @@ class Exchange:
             generation,
             finish_reason=reason,
             error=error,
-            status=status or _status_of(reason, error),
+            status=status or (503 if generation.refused else _status_of(reason, error)),
             stream=self._wanted.stream,
             seconds=time.perf_counter() - self._call.arrived,
             prompt_text=self._prompt_text,
             output_text=self._ticket.text.text,
         )
         self._service.log.add(row)
+        started = self._service.engine.started
+        event("request_finished", **request_line(row, generation, started.fingerprint.identity if started else None))
         self._service.num_open -= 1
 
 

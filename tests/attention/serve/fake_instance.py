@@ -33,6 +33,7 @@ INSTANCE = Instance(
 @dataclass(frozen=True)
 class FakeFingerprint:
     id: str = "f1f2f3"
+    identity: None = None
 
     def model_dump(self, mode: str) -> dict[str, Any]:
         return {"id": self.id, "identity": {"torch": "2"}, "attestation": {}}

@@ -199,7 +199,9 @@ def test_sigterm_finishes_what_is_in_flight_writes_its_row_and_exits_0(
     assert process.exit_code() == 0
     assert answers[0].status_code == 200
     assert [row["output_tokens"] for row in read_rows(tmp_path / "lake", "requests")] == [20]
-    assert list(process.events()) == ["listening", "backend_resolved", "ready", "stopping", "stopped"]
+    assert list(process.events()) == [
+        "listening", "backend_resolved", "ready", "stopping", "request_finished", "stopped",
+    ]  # fmt: skip
     ready = process.events()["ready"]
     assert ready["fingerprint"] == "f1f2f3"
     assert ready["resolved"] == ready["confirmed"] == dict.fromkeys(PHASES, "torch_sdpa:math")
