@@ -328,6 +328,7 @@ def _call_of(request: Request) -> Call:
         shadow=is_shadow(request.headers),
         endpoint=request.url.path,
         arrived=request.state.arrived,
+        traceparent=request.headers.get("traceparent"),
     )
 
 

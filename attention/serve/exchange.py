@@ -244,6 +244,7 @@ class Exchange:
         self._service.log.add(row)
         started = self._service.engine.started
         event("request_finished", **request_line(row, generation, started.fingerprint.identity if started else None))
+        self._service.trace(row, generation, self._call.traceparent)
         self._service.num_open -= 1
 
 

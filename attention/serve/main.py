@@ -44,6 +44,7 @@ from attention.serve.log import event, log_libraries_as_events
 from attention.serve.metrics import Metrics
 from attention.serve.request_log import Instance, RequestLog
 from attention.serve.service import Service
+from attention.serve.tracing import tracing
 from attention.startup import prepare
 
 __all__ = ["add_arguments", "run"]
@@ -184,7 +185,7 @@ class _Process:
         )
         self._step_timeout_s: float = args.step_timeout_s
         self._notice = notice
-        self._service = Service(instance, engine, metrics, log)
+        self._service = Service(instance, engine, metrics, log, tracing(model=instance.model, instance=instance.name))
         self._listener = listener
         self._signal: int | None = None
         config = uvicorn.Config(

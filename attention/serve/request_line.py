@@ -56,5 +56,5 @@ def _package(backend: str, identity: Identity | None) -> str | None:
     name = _PACKAGES.get(backend.partition(":")[0])
     if identity is None or name is None:
         return None
-    version = identity.torch if name == "torch" else identity.distributions.get(name, "").partition(" ")[0]
+    version = identity.torch if name == "torch" else identity.distributions.get(name, "").rpartition("+")[0]
     return f"{name} {version}".strip()

@@ -12,6 +12,7 @@ from attention.scheduler import FinishReason, Generation
 from attention.serve.engine import FAILING_STEPS, Engine
 from attention.serve.metrics import Metrics
 from attention.serve.request_log import Instance, RequestLog, RequestRow, now, peak_memory_bytes
+from attention.serve.tracing import Trace, no_trace
 
 if TYPE_CHECKING:
     from attention.startup import Started
@@ -35,16 +36,20 @@ class Call:
     shadow: bool
     endpoint: str
     arrived: float
+    traceparent: str | None = None
 
 
 class Service:
     """What the handlers work on. Lives on the event loop's thread."""
 
-    def __init__(self, instance: Instance, engine: Engine, metrics: Metrics, log: RequestLog) -> None:
+    def __init__(
+        self, instance: Instance, engine: Engine, metrics: Metrics, log: RequestLog, trace: Trace = no_trace
+    ) -> None:
         self.instance = instance
         self.engine = engine
         self.metrics = metrics
         self.log = log
+        self.trace = trace
         self.draining = False  # for good: the process ends
         self.paused = False  # by POST /admin/drain, until /admin/resume
         self.num_open = 0  # requests whose row is still to be written

@@ -23,6 +23,7 @@ from attention.serve.fallbacks import FallbackNotice
 from attention.serve.metrics import Metrics
 from attention.serve.request_log import Instance, RequestLog
 from attention.serve.service import Service
+from attention.serve.tracing import Trace, no_trace
 from tests.attention.fake_runner import FakeDispatcher, FakeRunner
 
 INSTANCE = Instance(
@@ -100,6 +101,7 @@ def serving(
     limits: Limits | None = None,
     instance: Instance = INSTANCE,
     prepare: Callable[[], Any] | None = None,
+    trace: Trace = no_trace,
     admin_token: str | None = None,
 ) -> Iterator[Running]:
     """Start an instance; leaves it drained and stopped."""
@@ -109,7 +111,7 @@ def serving(
     log = RequestLog(lake, instance)
     notice = FallbackNotice(metrics, log, emit=True)
     engine = Engine(prepare or (lambda: fake), limits or Limits(), metrics, notice, fault=instance.fault)
-    service = Service(instance, engine, metrics, log)
+    service = Service(instance, engine, metrics, log, trace)
     config = uvicorn.Config(
         create_app(service, admin_token), log_config=None, access_log=False, timeout_graceful_shutdown=2
     )

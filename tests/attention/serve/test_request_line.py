@@ -49,3 +49,6 @@ def test_the_line_names_revision_package_and_signature(setup: Setup) -> None:
     assert line["phases"]["decode"]["package"] == f"torch {identity.torch}"
     assert line["phases"]["decode"]["kernel_signature"] == "torch_sdpa:flash decode/kv<=64 float32"
     assert "secret" not in json.dumps(line)
+    with_kernels = identity.model_copy(update={"distributions": {"flash-attn": "2.8.3.post2+0123456789ab"}})
+    one.resolved["decode"] = one.confirmed["decode"] = "flash_attn:fa2"
+    assert request_line(row, one, with_kernels)["phases"]["decode"]["package"] == "flash-attn 2.8.3.post2"
