@@ -100,7 +100,7 @@ class Exchange:
             return self._answer.whole(
                 self._wanted.echo + "".join(part for part in parts if isinstance(part, str)),
                 self._generation.finish_reason or "stop",
-                usage_of(self._generation.prompt_ids, self._generation.output_ids),
+                self._usage(),
                 calls=[part for part in parts if isinstance(part, ToolCall)],
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
@@ -139,8 +139,7 @@ class Exchange:
         else:
             yield self._answer.closing(self._generation.finish_reason or "stop", called=self._num_calls > 0)
             if self._wanted.usage:
-                usage = usage_of(self._generation.prompt_ids, self._generation.output_ids)
-                yield self._answer.usage(usage)
+                yield self._answer.usage(self._usage())
         yield DONE
 
     def _chunks(self, text: str, num_tokens: int, *, last: bool = False) -> list[bytes]:
@@ -207,6 +206,10 @@ class Exchange:
         if generation.finish_reason == "error":
             text = f"request {self._call.request_id} failed: {generation.error}"
             raise ApiError(500, text, code="generation_failed")
+
+    def _usage(self) -> dict[str, Any]:
+        one = self._generation
+        return usage_of(len(one.prompt_ids), len(one.output_ids), one.num_reused)
 
     def _complete_text(self) -> None:
         """Text of an answer that nobody needed piece by piece, decoded at once."""

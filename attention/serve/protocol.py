@@ -266,7 +266,7 @@ class Answer(BaseModel):
         self,
         text: str,
         reason: str,
-        usage: dict[str, int],
+        usage: dict[str, Any],
         *,
         calls: Sequence[ToolCall] = (),
         logprobs: dict[str, Any] | None = None,
@@ -296,7 +296,7 @@ class Answer(BaseModel):
     def closing(self, reason: str, *, called: bool = False) -> bytes:
         return self._chunk({} if self.chat else "", _reason(reason, called))
 
-    def usage(self, usage: dict[str, int]) -> bytes:
+    def usage(self, usage: dict[str, Any]) -> bytes:
         return server_event({**self._head(self._chunk_kind), "choices": [], "usage": usage})
 
     @property
@@ -336,9 +336,11 @@ def server_event(data: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-def usage_of(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> dict[str, int]:
+def usage_of(num_prompt: int, num_output: int, num_reused: int) -> dict[str, Any]:
+    """Tokens of an answer; `num_reused` of the prompt's were in the cache already."""
     return {
-        "prompt_tokens": len(prompt_ids),
-        "completion_tokens": len(output_ids),
-        "total_tokens": len(prompt_ids) + len(output_ids),
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": num_reused},
     }

@@ -53,7 +53,9 @@ def test_a_completion_answers_in_openai_form(shared: Running) -> None:
     assert response.status_code == 200
     assert body["object"] == "text_completion"
     assert body["choices"] == [{"index": 0, "logprobs": None, "finish_reason": "length", "text": answer_of("hello", 8)}]
-    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
+    assert body["usage"] == {
+        "prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13, "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
     assert body["model"] == "fake-1m"
     assert body["system_fingerprint"] == "f1f2f3"
 
