@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from attention.fallback import FallbackBudget, FallenClasses
+import random
+
+import pytest
+
+from attention.fallback import FallbackBudget, FallbackRefusedError, FallenClasses
 from attention.limits import Limits
 from attention.policy import Budget
 from attention.request_fallback import RequestFallback
@@ -144,3 +148,58 @@ def test_two_backends_may_fail_one_after_the_other() -> None:
     served(one, alone)
     assert alone.output_ids == expected_tokens(range(20), 8)
     assert set(one.dispatcher.retired) == {FIRST, SECOND}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_fails_when_every_request_ends_once_and_right(seed: int) -> None:
+    rng = random.Random(seed)
+    one = FakeRunner(num_pages=rng.choice([16, 48]), page_size=4, max_context=60, eos_token_ids=frozenset())
+    one.dispatcher.chain = [SECOND, THIRD]
+    limits = Limits(rng.randint(1, 6), max_step_tokens=24, prefill_chunk=8, max_queue=1000, prefix_reuse=seed % 3 > 0)
+    share = rng.choice([0.0, 0.3, 1.0])
+    budget = FallbackBudget(Budget(max_share=share, window_s=60, max_duration_s=600))
+    fallback = RequestFallback(one.dispatcher, limits.prefill_chunk, budget, FallenClasses(60))
+    scheduler = Scheduler(one, limits, fallback=fallback)  # type: ignore[arg-type]
+    stem = [rng.randrange(256) for _ in range(24)]
+    asked: list[Generation] = []
+    ended: list[Generation] = []
+    told: dict[int, list[int]] = {}
+    for turn in range(160):
+        if turn == 50 and rng.random() < 0.7:
+            one.dispatcher.raises.add(FIRST)
+        if turn == 90 and rng.random() < 0.5:
+            one.dispatcher.raises.add(SECOND)
+        if turn == 30:
+            one.nan_on = {rng.choice([FIRST, SECOND])}
+            one.nan_for_prompt = tuple(stem[: rng.choice([8, 16, 20])])
+        if turn < 110 and rng.random() < 0.4:
+            prompt = [*stem[: rng.choice([0, 8, 20])], *(rng.randrange(256) for _ in range(rng.randint(1, 9)))]
+            new = generation(prompt, rng.randint(1, 12), str(turn))
+            try:
+                fallback.take(new)
+            except FallbackRefusedError:
+                continue
+            scheduler.submit(new)
+            asked.append(new)
+        if rng.random() < 0.08 and asked:
+            scheduler.cancel(rng.choice(asked), "cancelled")
+        result = scheduler.step()
+        ended += result.finished
+        for owner, token in result.tokens:
+            told.setdefault(id(owner), []).append(token)
+        held = {page for g in asked for page in g.block_table}
+        assert scheduler.num_free_pages + len(held) == one.pool.num_pages
+    while scheduler.has_work:
+        result = scheduler.step()
+        ended += result.finished
+        for owner, token in result.tokens:
+            told.setdefault(id(owner), []).append(token)
+    assert scheduler.num_free_pages == one.pool.num_pages
+    assert len(ended) == len(set(map(id, ended)))
+    for each in asked:
+        assert each.finish_reason is not None
+        right = expected_tokens(each.prompt_ids, each.params.max_tokens, frozenset())
+        assert each.output_ids == right[: len(each.output_ids)], "never a wrong token"
+        assert told.get(id(each), []) == each.output_ids, "each told once"
+        assert each.finish_reason != "length" or len(each.output_ids) == each.params.max_tokens
+        assert each.finish_reason != "error" or each.refused or each.num_nonfinite
