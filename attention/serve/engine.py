@@ -201,12 +201,12 @@ class Engine:
         is_async = self.started.runner.device.startswith("cuda")
         return tuple({run.resolved for run in dispatcher.last_step().phases}) if is_async else ()
 
-    def abandon(self, error: str) -> None:
+    def abandon(self, reason: FinishReason, error: str) -> None:
         """End every request from the event loop, for an engine thread that never comes back from a step."""
         self._stopping = True
         for ticket in [*self._tickets.values(), *self._inbox]:
             if ticket.generation.finish_reason is None:
-                ticket.generation.finish_reason, ticket.generation.error = "error", error
+                ticket.generation.finish_reason, ticket.generation.error = reason, error
             ticket.pieces.put_nowait(None)
 
     def cancel(self, ticket: Ticket, reason: FinishReason, error: str) -> None:

@@ -37,7 +37,7 @@ from attention.policy import load_policy
 from attention.reasons import Code, Reason
 from attention.serve.admin import read_token
 from attention.serve.app import DRAIN_S, create_app
-from attention.serve.engine import Engine
+from attention.serve.engine import SHUTTING_DOWN, Engine
 from attention.serve.fallbacks import FallbackNotice
 from attention.serve.flags import HOST, add_arguments
 from attention.serve.log import event, log_libraries_as_events
@@ -238,7 +238,7 @@ class _Process:
         event("engine_hung", severity="critical", backends=list(at_work), message=message)
         self._service.log.add_event("engine_hung", "critical", ", ".join(at_work), message, {"backends": list(at_work)})
         self._service.draining = True
-        engine.abandon(text)
+        engine.abandon("error", text)
         await asyncio.sleep(GOODBYE_S)
         await asyncio.to_thread(self._service.log.close)
         descriptor = self._listener.fileno()
@@ -255,7 +255,14 @@ class _Process:
         self._signal = number
         self._service.draining = True
         self._server.should_exit = True
-        asyncio.get_running_loop().call_later(DRAIN_S, self._service.engine.halt)
+        loop = asyncio.get_running_loop()
+        loop.call_later(DRAIN_S, self._service.engine.halt)
+        loop.call_later(DRAIN_S + 1, self._give_up)
+
+    def _give_up(self) -> None:
+        """A step that does not end with the grace period: who waits for it is answered all the same."""
+        if self._service.engine.step_seconds() > 1:
+            self._service.engine.abandon("cancelled", SHUTTING_DOWN)
 
     def _on_change(self) -> None:
         """On the engine thread: the model has started, or cannot."""

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +163,16 @@ def test_a_probe_that_dies_is_a_startup_fallback(serve: Callable[..., Served]) -
     told = [(e["phase"], e["from"], e["to"], e["reasons"][0]["code"]) for e in one.events("startup_fallback")]
     assert told == [(phase, FLASH, MATH, "LAUNCH_FAILED") for phase in ("prefill", "decode", "extend")]
     assert set(httpx.get(f"{one.url}/health").json()["confirmed"].values()) == {MATH}
+
+
+@pytest.mark.slow
+def test_sigterm_while_a_backend_hangs_answers_who_waits_and_ends(serve: Callable[..., Served]) -> None:
+    one = serve("backend_hangs", "--step-timeout-s", "120")
+    one.wait_ready()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(one.ask)
+        wait_until(lambda: httpx.get(f"{one.url}/health").json()["running"] == 1)
+        one.child.terminate()
+        answer = waiting.result(60)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the server is shutting down")
+    assert one.child.wait(60) == 0
