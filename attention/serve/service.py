@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -251,9 +252,9 @@ class Service:
             e2e_s=seconds,
             requested_backend=prefill if prefill == decode else f"prefill={prefill},decode={decode}",
             # Null where the phase did not run: one output token needs no decode.
-            resolved_prefill=generation.resolved.get("prefill"),
+            resolved_prefill=_of_prompt(generation.resolved),
             resolved_decode=generation.resolved.get("decode"),
-            confirmed_prefill=generation.confirmed.get("prefill"),
+            confirmed_prefill=_of_prompt(generation.confirmed),
             confirmed_decode=generation.confirmed.get("decode"),
             fallback=bool(generation.fallback_reasons),
             fallback_reason=", ".join(generation.fallback_reasons) or None,
@@ -265,3 +266,9 @@ class Service:
             token_ids=list(generation.output_ids),
             error=error,
         )
+
+
+def _of_prompt(by_phase: Mapping[Phase, str]) -> str | None:
+    """The backend that computed the prompt. Where its beginning was reused only the rest of it ran, which is an extend,
+    or, of one token, what a decode is."""
+    return by_phase.get("prefill") or by_phase.get("extend") or by_phase.get("decode")

@@ -220,3 +220,15 @@ def test_a_flush_waits_for_the_rows_that_the_thread_is_writing(tmp_path: Path, m
     log.flush()
     assert len(read_rows(tmp_path, "requests")) == 1
     log.close()
+
+
+@pytest.mark.parametrize("num_tokens", [129, 200, 300])
+def test_a_prompt_whose_beginning_was_reused_names_the_backend_of_its_rest(tmp_path: Path, num_tokens: int) -> None:
+    runner = FakeRunner(num_pages=512, max_context=1024)
+    with serving(tmp_path, runner) as running:
+        for _ in range(2):
+            body = {"prompt": "x" * num_tokens, "max_tokens": 1, "temperature": 0}
+            usage = running.post("/v1/completions", body).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= 128
+        for row in running.rows():
+            assert row["resolved_prefill"] == row["confirmed_prefill"] == "torch_sdpa:math"
