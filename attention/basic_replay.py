@@ -24,6 +24,8 @@ from attention.reasons import Code, Reason
 if TYPE_CHECKING:
     from attention.model import Chunk, Runner
 
+#: `source` of a reason that it gives.
+REPLAY = "basic replay"
 #: Sound kernels of one dtype differ by the order of their sums. With SmolLM2-135M on a CPU flash was at 1.01 in float32
 #: and 1.19 in bfloat16, and with a softmax scale 5 % off at 24,000 and 2.96.
 MAX_RATIO = 2.0
@@ -55,7 +57,7 @@ class Replayed:
             dimension=f"hidden states after {worst}",
             observed=f"{self.ratio:.3g} times plain math's error",
             allowed=f"<= {MAX_RATIO:g}",
-            source="basic replay",
+            source=REPLAY,
             message="the model's hidden states are further from the float64 oracle than plain math's",
         )
 

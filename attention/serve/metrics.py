@@ -7,6 +7,7 @@ seconds from the dispatcher's record of each step. Each instance has a registry 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -17,16 +18,21 @@ from prometheus_client import (
     generate_latest,
 )
 
+from attention.basic_replay import REPLAY
 from attention.dispatch import FallbackEvent, StepRecord
 from attention.probe import ProbeResult
 from attention.reasons import Code
-from attention.scheduler import Generation
+from attention.scheduler import FinishReason, Generation
 
 # A `_created` series beside each counter would be a seventh name.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
-_KERNEL_BUCKETS = tuple(base * 10.0**power for power in range(-6, 1) for base in (1.0, 2.5, 5.0))
-_LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+# Written as decimals: 5 * 10**-6 would be the bound 4.9999999999999996e-06.
+_KERNEL_BUCKETS = tuple(float(f"{base}e{power}") for power in range(-6, 1) for base in (1, 2.5, 5))
+# Ten a decade, 1 ms to 100 s, so that a quantile is known to a quarter. With bounds of 20 and 50 ms a P99 that goes
+# from 19.9 to 20.1 ms would look like 50, and an alert on half as much again would go off.
+_TEN = (1, 1.25, 1.6, 2, 2.5, 3.2, 4, 5, 6.3, 8)
+_LATENCY_BUCKETS = (*(float(f"{base}e{power}") for power in range(-3, 2) for base in _TEN), 100.0)
 
 # Backends that compile their kernels at first use.
 _JIT_FAMILIES = frozenset({"triton", "flex_attention", "flashinfer"})
@@ -73,7 +79,7 @@ class Metrics:
         )  # fmt: skip
         self._numerical = self._counter(
             "attention_numerical_gate_fail_total",
-            "Numerical probes that failed.",
+            "Numerical probes, and phases of the basic replay, that failed.",
             "model", "backend", "test_case",
         )  # fmt: skip
         self._probe = Gauge(
@@ -95,6 +101,10 @@ class Metrics:
             registry=self.registry,
         )
         self._requests = self._counter("attention_requests_total", "Requests ended.", "finish_reason", "traffic")
+        # There from the start: the first value of a counter that was not there is no increase to Prometheus.
+        for reason in get_args(FinishReason):
+            for traffic in ("live", "shadow"):
+                self._requests.labels(reason, traffic)
         self._nonfinite = self._counter("attention_nonfinite_logits_total", "Logits rows with NaN or Inf.")
         self._queue = self._histogram("attention_queue_seconds", "Arrival to admission.", _LATENCY_BUCKETS)
         self._ttft = self._histogram("attention_ttft_seconds", "Arrival to first token.", _LATENCY_BUCKETS)
@@ -161,6 +171,8 @@ class Metrics:
         names = {"from": _bounded(fallback.from_backend), "to": _bounded(fallback.to_backend)}
         labels = {**names, "reason": fallback.reason}
         self._fallback.labels(**labels).inc()
+        if fallback.kind == "startup_fallback" and any(reason.source == REPLAY for reason in fallback.reasons):
+            self._numerical.labels(self._model, fallback.from_backend, f"replay_{fallback.phase}").inc()
 
     def observe_step(self, record: StepRecord) -> None:
         for run in record.phases:

@@ -3,7 +3,8 @@
 A span a request (kind SERVER, child of the request's `traceparent`), and in it `queue`, `prefill` and `decode` with the
 times of the generation: written when the request has ended, so that serving waits for nothing. Beside `gen_ai.*` stand
 the fingerprint and the backends that the execution layer confirmed. Off unless the standard variable
-OTEL_EXPORTER_OTLP_ENDPOINT (or _TRACES_ENDPOINT) names a collector; nothing is sent anywhere else.
+OTEL_EXPORTER_OTLP_ENDPOINT (or _TRACES_ENDPOINT) names a collector and the exporter is installed; nothing is sent
+anywhere else. The variable is often set for a whole cluster: an instance without the exporter serves, and says so.
 
 Convention: opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans.
 """
@@ -15,8 +16,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from attention.errors import UserError
 from attention.scheduler import Generation
+from attention.serve.log import event
 from attention.serve.request_log import RequestRow
 
 if TYPE_CHECKING:
@@ -34,18 +35,18 @@ def no_trace(row: RequestRow, generation: Generation, traceparent: str | None) -
 
 
 def tracing(*, model: str, instance: str) -> Trace:
-    """What the environment asks for. UserError where it asks for what is not installed."""
-    if not any(os.environ.get(name) for name in _ENDPOINTS):
+    """What the environment asks for; off, with a line in the log, where it asks for what is not installed."""
+    asked = [name for name in _ENDPOINTS if os.environ.get(name)]
+    if not asked:
         return no_trace
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # type: ignore[import-not-found, unused-ignore]
             OTLPSpanExporter,
         )
-    except ImportError as error:
-        names = " or ".join(_ENDPOINTS)
-        raise UserError(
-            f"{names} is set, and traces cannot be sent: pip install opentelemetry-exporter-otlp-proto-http"
-        ) from error
+    except ImportError:
+        text = f"{asked[0]} is set, and no trace is sent: pip install opentelemetry-exporter-otlp-proto-http"
+        event("tracing_off", severity="warning", message=text)
+        return no_trace
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -61,12 +62,14 @@ def traced(provider: TracerProvider, *, model: str) -> Trace:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     tracer = provider.get_tracer("attention.serve")
-    offset_ns = time.time_ns() - time.perf_counter_ns()
-
-    def wall(perf_s: float) -> int:
-        return int(1e9 * perf_s) + offset_ns
 
     def trace(row: RequestRow, generation: Generation, traceparent: str | None) -> None:
+        # Taken anew: the wall clock is set now and then, the other one never.
+        offset_ns = time.time_ns() - time.perf_counter_ns()
+
+        def wall(perf_s: float) -> int:
+            return int(1e9 * perf_s) + offset_ns
+
         parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent} if traceparent else {})
         operation = _OPERATIONS.get(row.endpoint, row.endpoint)
         began = generation.submitted
@@ -89,7 +92,8 @@ def traced(provider: TracerProvider, *, model: str) -> Trace:
 
 def _parts(generation: Generation) -> list[tuple[str, float, float]]:
     """Name, begin and end of what a request went through, as far as it came."""
-    marks = (generation.submitted, generation.admitted, generation.first_token, generation.last_token)
+    last = generation.last_token if len(generation.output_ids) > 1 else None  # one token needs no decode
+    marks = (generation.submitted, generation.admitted, generation.first_token, last)
     names = ("queue", "prefill", "decode")
     return [
         (name, start, end)
@@ -108,9 +112,13 @@ def _attributes(row: RequestRow, generation: Generation, operation: str, model: 
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.seed": params.seed,
+        "gen_ai.request.stream": row.stream or None,
+        "gen_ai.conversation.id": row.session_id,
+        "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": (row.finish_reason,),
         "gen_ai.usage.input_tokens": row.prompt_tokens,
         "gen_ai.usage.output_tokens": row.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": generation.num_reused or None,
         "http.response.status_code": row.status,
         "error.type": str(row.status) if row.status >= 500 else None,
         "attention.request_id": row.request_id,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from attention.cases import AttentionCase
+from attention.basic_replay import REPLAY
+from attention.cases import AttentionCase, shape_bucket
 from attention.dispatch import FallbackEvent, PhaseRun, StepRecord
 from attention.probe import ProbeResult, Status
 from attention.reasons import Code, Reason
@@ -16,6 +18,7 @@ from attention.scheduler import Generation
 from attention.serve.fallbacks import FallbackNotice
 from attention.serve.metrics import Metrics
 from attention.serve.request_log import RequestLog
+from tests.attention.fake_runner import FakeRunner
 from tests.attention.serve.fake_instance import INSTANCE, read_rows, serving
 
 SIX = {
@@ -152,6 +155,62 @@ def test_what_is_so_when_the_page_is_read(tmp_path: Path) -> None:
         labels = {"model": "fake-1m", "gpu": "cpu", "fingerprint": "f1", "policy_mode": "auto", "torch": "2"}
         assert found["attention_build_info"] == [(labels, 1.0)]
         assert found["attention_confirmation_seconds_sum"] == [({"phase": "decode"}, 0.002)]
+
+
+def test_what_clients_send_makes_no_series(tmp_path: Path) -> None:
+    with serving(tmp_path, FakeRunner(num_pages=256, max_context=512)) as running:
+
+        def series() -> int:
+            return sum(len(found) for found in samples(running.client.get("/metrics").text).values())
+
+        def ask(i: int, length: int) -> None:
+            body = {"prompt": "x" * length, "max_tokens": 2, "seed": i, "stop": [f"{i}"], "user": f"u{i}"}
+            own = {"x_request_id": f"r{i}", "x_session_id": f"s{i}", "x_attention_role": f"role{i}"}
+            running.post("/v1/completions", body, host=f"h{i}", user_agent=f"a{i}", traceparent=f"00-{i}", **own)
+            running.post("/v1/completions", {**body, "model": f"m{i}"})
+            running.post(f"/v1/{i}", body)
+
+        for i, length in enumerate((1, 30, 60, 120, 240)):
+            ask(i, length)
+        before = series()
+        for i in range(15):
+            ask(100 + i, 1 + 16 * i)
+        assert series() == before
+
+
+def test_lengths_are_powers_of_two() -> None:
+    one = metrics()
+    for kv_len in range(1, 1 << 17, 15):
+        run = PhaseRun("decode", shape_bucket("decode", kv_len), "triton:paged", "triton:paged", "triton:paged", 1)
+        run.kernel_seconds, run.layers, run.first_call_seconds = 0.1, 1, 0.1
+        one.observe_step(StepRecord([run]))
+    found = samples(one.text().decode())
+    assert len(found["attention_kernel_latency_seconds_count"]) == len(found["attention_jit_compile_seconds"]) == 14
+
+
+def test_how_requests_end_is_there_from_the_start() -> None:
+    found = samples(metrics().text().decode())["attention_requests_total"]
+    assert {value for _, value in found} == {0.0}
+    assert {(labels["finish_reason"], labels["traffic"]) for labels, _ in found} == {
+        (reason, traffic) for reason in ("stop", "length", "error", "cancelled") for traffic in ("live", "shadow")
+    }
+
+
+def test_a_backend_that_the_basic_replay_rejects_failed_a_numerical_gate() -> None:
+    one = metrics()
+    reason = DRIFT.model_copy(update={"source": REPLAY})
+    one.observe_fallback(FallbackEvent("startup_fallback", "decode", "a:x", "b:y", (reason,)))
+    one.observe_fallback(FallbackEvent("startup_fallback", "prefill", "a:x", "b:y", (DRIFT,)))  # its probe is counted
+    (series,) = samples(one.text().decode())["attention_numerical_gate_fail_total"]
+    assert series == ({"model": "m", "backend": "a:x", "test_case": "replay_decode"}, 1.0)
+
+
+def test_bounds_of_histograms_are_written_as_they_are_meant() -> None:
+    found = samples(metrics().text().decode())["attention_tpot_seconds_bucket"]
+    bounds = [float(labels["le"]) for labels, _ in found][:-1]
+    assert all(len(labels["le"]) <= 7 for labels, _ in found)
+    assert {0.001, 0.2, 2.0, 5.0, 100.0} <= set(bounds)
+    assert all(upper / lower < 1.3 for lower, upper in pairwise(bounds))
 
 
 def test_kernels_without_a_name_are_one_series(tmp_path: Path) -> None:

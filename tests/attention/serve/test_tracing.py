@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-from attention.errors import UserError
 from attention.serve.tracing import no_trace, traced, tracing
 from tests.attention.fake_runner import FakeRunner
 from tests.attention.serve.fake_instance import serving
@@ -66,9 +66,37 @@ def test_a_failure_is_an_error(tmp_path: Path, spans: InMemorySpanExporter) -> N
     assert whole.attributes is not None and whole.attributes["error.type"] == "500"
 
 
+def test_one_token_needs_no_decode_and_a_broken_parent_is_none(tmp_path: Path, spans: InMemorySpanExporter) -> None:
+    with serving(tmp_path, FakeRunner(num_pages=256), trace=traced(provider(spans), model="m")) as running:
+        body = {"prompt": "x", "max_tokens": 1}
+        running.post("/v1/completions", body, traceparent="00-zz", x_session_id="s1")
+        running.wait_until(lambda: len(spans.get_finished_spans()) == 3)
+    named = {span.name: span for span in spans.get_finished_spans()}
+    assert set(named) == {"queue", "prefill", "text_completion m"}
+    whole = named["text_completion m"]
+    assert whole.parent is None
+    assert whole.attributes is not None and whole.attributes["gen_ai.conversation.id"] == "s1"
+
+
+def test_a_parent_that_is_not_sampled_is_not_traced(tmp_path: Path, spans: InMemorySpanExporter) -> None:
+    with serving(tmp_path, FakeRunner(num_pages=256), trace=traced(provider(spans), model="m")) as running:
+        running.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, traceparent=f"00-{TRACE}-{PARENT}-00")
+        running.wait_until(lambda: running.service.num_open == 0)
+    assert spans.get_finished_spans() == ()
+
+
 def test_it_is_off_unless_a_collector_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
     assert tracing(model="m", instance="i") is no_trace
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
-    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(UserError, match="pip install opentelemetry-exporter-otlp-proto-http"):
-        tracing(model="m", instance="i")
+
+
+def test_without_the_exporter_it_is_off_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:4318")
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    assert tracing(model="m", instance="i") is no_trace
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pip install opentelemetry-exporter-otlp-proto-http" in line
+    assert "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set" in line
